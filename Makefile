@@ -1,0 +1,44 @@
+# Every target sets up what it needs in $(VENV) first; a second call finds it there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Two cores are enough for everything here, and small models get slower, not faster, with more threads.
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM := false
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help demo test test-all lint bench bench-alerts clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## train two small models and see why their attention entropy fell (about a minute)
+	$(BIN)/entropy-monitor demo
+
+test: $(READY) ## the test suite
+	$(BIN)/python -m pytest -q
+
+test-all: $(READY) ## the test suite with the slow tests
+	$(BIN)/python -m pytest -q -m ''
+
+lint: $(READY) ## style, types, direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## what monitoring costs on this machine (a few minutes; keep the machine quiet)
+	$(BIN)/python -m tests.benchmarks
+
+bench-alerts: $(READY) ## train every kind of collapse and score the alerts (long)
+	$(BIN)/python -m tests.benchmarks.collapse
+
+clean: ## remove the environment and everything built in it
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
