@@ -1,0 +1,271 @@
+"""Exact statistics of attention rows: `AttentionCall` -> `RowStatistics`.
+
+One attention row is one (batch, head, query). Its sink mass s and its content composition pi are kept
+apart from the start, so that both stay exact however little mass one of them holds. Entropies are in
+nats, masses in [0, 1]. Computed by tiles in float32 (float64 for float64 inputs); a matrix of
+batch x heads x T x T never exists.
+
+Source: M. Papamichalis and R. Ruane, "Which Question Is Your Attention Metric Answering? Attention
+Rows as Compositional Data", arXiv 2608.14712 (2026).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from entropy_monitor._support import Support
+from entropy_monitor._sweep import Sweep
+from entropy_monitor._tiles import RowSums
+from entropy_monitor.calls import AttentionCall, RowKind, SinkSpec
+
+__all__ = ["RowKind", "RowStatistics", "measure_call", "row_statistics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStatistics:
+    """What was measured of each row. Undefined values are 0, never NaN; `kind` says why.
+
+    l is the logit after scale, bias and soft-cap; S the visible sink keys, C the visible content keys,
+    z = LSE_S - LSE_C the log-odds of the sink, sigma and pi the softmax over S and over C alone.
+
+    | kind | what is defined |
+    |---|---|
+    | `VALID` | everything |
+    | `NO_SINK` | everything but `log_odds`: s = 0, 1 - s = 1, H(p) = H(pi) |
+    | `TRIVIAL` | masses, `log_odds`, entropies (H(pi) = 0), `max_logit` |
+    | `NO_CONTENT` | s = 1, `total_entropy` = `sink_entropy`, `max_logit` |
+    | `EMPTY`, `NONFINITE` | nothing; `support` is kept for `NONFINITE` |
+    """
+
+    sink_mass: Float[Tensor, "batch heads rows"]
+    """s = sigmoid(z)."""
+    content_mass: Float[Tensor, "batch heads rows"]
+    """1 - s = sigmoid(-z), accurate where s rounds to 1."""
+    log_odds: Float[Tensor, "batch heads rows"]
+    """z."""
+    binary_entropy: Float[Tensor, "batch heads rows"]
+    """Hb(s) = s softplus(-z) + (1 - s) softplus(z)."""
+    content_entropy: Float[Tensor, "batch heads rows"]
+    """H(pi) = log L + sum_C pi_j (max_C l - l_j), L = sum_C exp(l_j - max_C l)."""
+    total_entropy: Float[Tensor, "batch heads rows"]
+    """H(p) = Hb(s) + s H(sigma) + (1 - s) H(pi)."""
+    sink_entropy: Float[Tensor, "batch heads rows"]
+    """H(sigma), 0 for a single sink key."""
+    evenness: Float[Tensor, "batch heads rows"]
+    """J = H(pi) / log m."""
+    concentration: Float[Tensor, "batch heads rows"]
+    """D = log m - H(pi)."""
+    max_logit: Float[Tensor, "batch heads rows"]
+    """max of l over C and S."""
+    logit_spread: Float[Tensor, "batch heads rows"]
+    """Standard deviation of l over C."""
+    logit_range: Float[Tensor, "batch heads rows"]
+    """max minus mean of l over C."""
+    support: Int[Tensor, "batch heads rows"]
+    """m, the number of content keys."""
+    kind: UInt8[Tensor, "batch heads rows"]
+    """`RowKind` of the row."""
+    rows: Int[Tensor, "batch rows"]
+    """Query index of each row."""
+    best_column: Int[Tensor, "batch heads"]
+    """The key with most mass on average over the rows that count."""
+    best_column_mass: Float[Tensor, "batch heads"]
+    """That mass: max_j of the weighted mean of p_ij."""
+    best_column_is_sink: Bool[Tensor, "batch heads"]
+    """That key is the sink of a row that counts."""
+
+
+@torch.no_grad()
+def measure_call(
+    call: AttentionCall,
+    *,
+    sink: SinkSpec = "first",
+    rows: Int[Tensor, "batch rows"] | None = None,
+    weights: Float[Tensor, "batch rows"] | Float[Tensor, " rows"] | None = None,
+) -> RowStatistics:
+    """Statistics of the rows of one call. No gradient, no autocast, no use of the global random state.
+
+    Args:
+        call: What the layer was asked.
+        sink: Which keys are the sink; `"learned"` means the virtual key of `sink_logits` alone. Learned
+            sinks belong to S under every rule.
+        rows: Query indices to look at, ascending for speed and on the CPU to spare a transfer
+            (`select_rows`); None for every row.
+        weights: Of the rows, for `best_column_mass`; None for equal ones.
+
+    Raises:
+        ValueError: If `sink`, `rows` or `weights` do not fit the call.
+
+    Examples:
+        >>> call = AttentionCall(query=torch.zeros(1, 1, 3, 8), key=torch.zeros(1, 1, 3, 8), is_causal=True)
+        >>> measure_call(call).sink_mass[0, 0]
+        tensor([1.0000, 0.5000, 0.3333])
+    """
+    batch, _, t_q, t_k = call.shape
+    if t_k < 1 or t_q < 1:
+        raise ValueError(f"a call must have at least one query and one key, got {t_q} and {t_k}.")
+    if rows is not None:
+        rows = _check_rows(rows, batch, t_q)
+    dtype = call.compute_dtype
+    n_rows = t_q if rows is None else rows.shape[1]
+    if weights is None:
+        weights = torch.ones((1, n_rows), dtype=dtype, device=call.device)
+    else:
+        if weights.shape not in ((n_rows,), (batch, n_rows), (1, n_rows)):
+            raise ValueError(
+                f"`weights` must have shape ({n_rows},) or ({batch}, {n_rows}), "
+                f"got {tuple(weights.shape)}."
+            )
+        weights = weights.reshape(-1, n_rows).to(device=call.device, dtype=dtype)
+    with torch.autocast(call.device.type, enabled=False):
+        support = Support(call, sink, dtype)
+        sweep = Sweep(call, support, rows, weights)
+        sweep.run()
+        return _finish(sweep, support, rows, weights)
+
+
+def row_statistics(
+    query: Float[Tensor, "batch heads queries width"],
+    key: Float[Tensor, "batch kv_heads keys width"],
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    sink: SinkSpec = "first",
+    softcap: float | None = None,
+    sink_logits: Float[Tensor, " heads"] | Float[Tensor, "batch heads queries"] | None = None,
+    window: int | None = None,
+    rows: Int[Tensor, "batch rows"] | Sequence[int] | None = None,
+) -> RowStatistics:
+    """Statistics of the attention rows softmax(q.k), without computing attention.
+
+    Args:
+        query: Queries.
+        key: Keys; heads may be fewer than those of `query` (GQA), they are not repeated.
+        scale: Factor on q.k; None means 1/sqrt(width).
+        mask: Bool (True = visible) or additive (at most finfo.min / 2 counts as masked);
+            broadcastable to (batch, heads, queries, keys).
+        is_causal: Row i sees keys up to i + keys - queries.
+        sink: `"first"`: the first key f(i) that row i sees, if row f(i) starts there too (in
+            cross-attention and where lengths differ: the first visible key). Or key positions, a bool
+            tensor (batch, keys), `"none"`, `"learned"`.
+        softcap: c in c * tanh(l / c), applied before the mask.
+        sink_logits: Logits of a learned sink, a virtual key that always belongs to S.
+        window: Sliding window in keys: the row at position p sees p - window + 1 and later keys.
+        rows: Query indices, for all sequences alike or one list for each; None for every row.
+
+    Returns:
+        One value per (batch, head, row); float32, or float64 for float64 inputs.
+
+    Raises:
+        ValueError: If an argument does not fit the others; the message names it, what is allowed and
+            what was given.
+
+    Examples:
+        A sink that takes 90 % of the mass, and two content keys in the ratio 4:1.
+
+        >>> logits = torch.tensor([0.90, 0.08, 0.02]).log()
+        >>> stats = row_statistics(torch.ones(1, 1, 1, 1), logits.view(1, 1, 3, 1), scale=1.0)
+        >>> [round(x.item(), 4) for x in (stats.sink_mass, stats.content_entropy, stats.total_entropy)]
+        [0.9, 0.5004, 0.3751]
+    """
+    call = AttentionCall(
+        query=query,
+        key=key,
+        scale=scale,
+        mask=mask,
+        is_causal=is_causal,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        window=window,
+    )
+    if rows is not None and not isinstance(rows, Tensor):
+        rows = torch.tensor(list(rows), dtype=torch.long)
+    return measure_call(call, sink=sink, rows=rows)
+
+
+def _check_rows(rows: Tensor, batch: int, t_q: int) -> Tensor:
+    shape = tuple(rows.shape)
+    if rows.ndim not in (1, 2) or rows.shape[-1] < 1 or (rows.ndim == 2 and shape[0] != batch):
+        raise ValueError(f"`rows` must have shape (rows,) or ({batch}, rows), got {shape}.")
+    if rows.is_floating_point() or rows.dtype == torch.bool:
+        raise ValueError(f"`rows` must be query indices, got {rows.dtype}.")
+    rows = rows.cpu().long()
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= t_q:
+        raise ValueError(f"`rows` must be query indices in [0, {t_q}), got {low if low < 0 else high}.")
+    return rows.expand(batch, -1)
+
+
+def _finish(
+    sweep: Sweep, support: Support, rows: Tensor | None, weights: Tensor
+) -> RowStatistics:
+    """Sums -> statistics, for all rows at once."""
+    sums = sweep.sums
+    m = sums.content
+    has_sink = sums.sink_top > -torch.inf
+    kind = _kinds(sums, has_sink)
+    seen = (kind != RowKind.EMPTY) & (kind != RowKind.NONFINITE)
+    content = seen & (m >= 1)  # a content composition exists
+    counted = content & (m >= 2)
+    both = content & has_sink
+
+    def where(condition: Tensor, value: Tensor) -> Tensor:
+        return torch.where(condition, value, 0.0)
+
+    size = m.clamp(min=1).to(sums.top.dtype)
+    log_odds = where(both, sums.log_odds)
+    only_sink = (seen & has_sink & ~content).to(size.dtype)
+    sink_mass = where(both, torch.sigmoid(log_odds)) + only_sink
+    content_mass = torch.where(both, torch.sigmoid(-log_odds), content.to(size.dtype))
+    log_s, log_c = torch.nn.functional.logsigmoid(log_odds), torch.nn.functional.logsigmoid(-log_odds)
+    binary_entropy = where(both, -sink_mass * log_s - content_mass * log_c)
+    content_entropy = where(counted, sums.mass.log() - sums.drop / sums.mass)
+    sink_entropy = where(seen & has_sink, sums.sink_entropy)
+    log_size = size.log()
+    mean = sums.first / size
+    variance = (sums.second / size - mean.square()).clamp_(min=0.0)
+    top = torch.maximum(torch.where(m >= 1, sums.top, -torch.inf), sums.sink_top)
+
+    weight = (weights[:, None] * counted).sum(-1)
+    mass, column = (sweep.columns / weight.clamp(min=torch.finfo(size.dtype).tiny)[..., None]).max(-1)
+    any_counted = weight > 0
+    column = torch.where(any_counted, column, 0)
+    is_sink = sweep.is_sink.gather(-1, column[..., None])[..., 0] & any_counted
+
+    if rows is None:
+        index = torch.arange(support.t_q, device=support.device).expand(support.batch, -1)
+    else:
+        index = rows.to(support.device)
+    return RowStatistics(
+        sink_mass=sink_mass,
+        content_mass=content_mass,
+        log_odds=log_odds,
+        binary_entropy=binary_entropy,
+        content_entropy=content_entropy,
+        total_entropy=binary_entropy + sink_mass * sink_entropy + content_mass * content_entropy,
+        sink_entropy=sink_entropy,
+        evenness=where(counted, content_entropy / torch.where(counted, log_size, 1.0)),
+        concentration=where(counted, log_size - content_entropy),
+        max_logit=where(seen, top),
+        logit_spread=where(counted, variance.sqrt()),
+        logit_range=where(counted, -mean),
+        support=torch.where(kind == RowKind.EMPTY, 0, m),
+        kind=kind,
+        rows=index,
+        best_column=column,
+        best_column_mass=where(any_counted, mass),
+        best_column_is_sink=is_sink,
+    )
+
+
+def _kinds(sums: RowSums, has_sink: Tensor) -> Tensor:
+    """Kind of each row, the kinds of higher priority written last."""
+    kind = torch.where(has_sink, int(RowKind.VALID), int(RowKind.NO_SINK)).to(torch.uint8)
+    kind.masked_fill_(sums.content == 1, RowKind.TRIVIAL)
+    kind.masked_fill_(sums.content == 0, RowKind.NO_CONTENT)
+    kind.masked_fill_(~sums.finite, RowKind.NONFINITE)
+    return kind.masked_fill_(sums.visible == 0, RowKind.EMPTY)
