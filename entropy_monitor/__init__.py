@@ -4,10 +4,12 @@ For a row of attention probabilities p with sink mass s and content composition 
 
     H(p) = Hb(s) + s * H(sigma) + (1 - s) * H(pi),
 
-so that every change of entropy is a change of the sink, of the content, or of both (Papamichalis and Ruane,
-arXiv 2608.14712). Entropies are in nats, masses in [0, 1], ``step`` is the optimiser step.
+so that every change of entropy is a change of the sink, of the content, or of both (Papamichalis
+and Ruane, arXiv 2608.14712). Entropies are in nats, masses in [0, 1], ``step`` is the optimiser
+step.
 
-Names are loaded on first use (PEP 562): importing the package costs neither torch nor a host framework.
+Names are loaded on first use (PEP 562): importing the package costs neither torch nor a host
+framework.
 """
 
 import importlib
