@@ -1,12 +1,14 @@
-"""Bigram-Backcopy: the smallest task on which a transformer grows an attention sink (Guo et al., arXiv 2410.13835).
+"""Bigram-Backcopy: the smallest task on which a transformer grows an attention sink.
 
-A sequence starts with ``<bos>`` (or does not) and goes on with characters drawn from the bigram statistics of a real
-text. After a *trigger* character the next one is no draw: it copies the character before the trigger::
+From Guo et al., arXiv 2410.13835. A sequence starts with ``<bos>`` (or does not) and goes on with
+characters drawn from the bigram statistics of a real text. After a *trigger* character the next one
+is no draw: it copies the character before the trigger::
 
-    <bos> s h e e h ...      e is a trigger: what follows it is the h that stood before it
+    <bos> s h e h ...      e is a trigger: what follows it is the h that stood before it
 
-To predict well a head must look one key back from every trigger, and nowhere in particular from all other characters,
-whose successor depends on themselves alone. Where there is a ``<bos>``, the head learns to rest on it.
+To predict well a head must look one key back from every trigger, and nowhere in particular from all
+other characters, whose successor depends on themselves alone. Where there is a ``<bos>``, the head
+learns to rest on it.
 """
 
 import functools
@@ -26,7 +28,8 @@ class Bigrams:
     """Which character follows which in a real text.
 
     Attributes:
-        characters: The most common characters of the text, most common first; a token is an index into it.
+        characters: The most common characters of the text, most common first; a token is an index
+            into it.
         counts: How often the second character followed the first.
         source: The text.
     """
@@ -38,10 +41,14 @@ class Bigrams:
     def __post_init__(self) -> None:
         size = len(self.characters)
         if self.counts.shape != (size, size):
-            raise ValueError(f"`counts` must have shape {(size, size)}, one row per character, got {self.counts.shape}.")
+            raise ValueError(
+                f"`counts` must be {size} x {size}, a row per character; got {self.counts.shape}."
+            )
         if not (self.counts.sum(axis=1) > 0).all():
             empty = self.characters[int(np.argmin(self.counts.sum(axis=1)))]
-            raise ValueError(f"every character must be followed by some other, but nothing follows {empty!r}.")
+            raise ValueError(
+                f"every character must be followed by some other, but nothing follows {empty!r}."
+            )
 
     @property
     def successors(self) -> Float[np.ndarray, "first second"]:
@@ -63,7 +70,9 @@ def load_bigrams() -> Bigrams:
         >>> bigrams.counts.shape, bigrams.characters[:8]
         ((64, 64), ' etaonih')
     """
-    data: dict[str, Any] = json.loads(resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads(
+        resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8")
+    )
     return Bigrams(
         characters=data["characters"],
         counts=np.array(data["counts"], dtype=np.int64),
@@ -82,7 +91,8 @@ class Backcopy:
         bigrams: Which character follows which; the ones of the package unless given.
 
     Raises:
-        ValueError: If a trigger is not a character of the bigrams, or the length leaves nothing to copy.
+        ValueError: If a trigger is not a character of the bigrams, or the length leaves nothing to
+            copy.
 
     Example:
         >>> task = Backcopy(bos=True, length=12)
@@ -98,10 +108,14 @@ class Backcopy:
 
     def __post_init__(self) -> None:
         if self.length < 4:
-            raise ValueError(f"`length` must be at least 4, so that there is something to copy, got {self.length}.")
+            raise ValueError(
+                f"`length` must be at least 4, to leave something to copy, got {self.length}."
+            )
         unknown = sorted(set(self.triggers) - set(self.table.characters))
         if unknown:
-            raise ValueError(f"`triggers` must be characters out of {self.table.characters!r}, got {unknown[0]!r}.")
+            raise ValueError(
+                f"`triggers` must be out of {self.table.characters!r}, got {unknown[0]!r}."
+            )
 
     @property
     def table(self) -> Bigrams:
@@ -110,7 +124,7 @@ class Backcopy:
 
     @property
     def bos_token(self) -> int:
-        """The token ``<bos>``; the vocabulary has it in both versions, so that the models are alike."""
+        """The token ``<bos>``; a part of both vocabularies, so that the models are alike."""
         return len(self.table.characters)
 
     @property
@@ -121,8 +135,8 @@ class Backcopy:
     def draw(self, sequences: int, *, seed: int) -> Int[np.ndarray, "sequences length"]:
         """Draw sequences, always the same for the same seed.
 
-        The first character comes from the frequencies of the text. A copy needs a character before the trigger:
-        ``<bos>`` is never copied.
+        The first character comes from the frequencies of the text. A copy needs a character before
+        the trigger: ``<bos>`` is never copied.
         """
         generator = np.random.default_rng(seed)
         first = np.cumsum(self.table.frequencies)
@@ -140,7 +154,9 @@ class Backcopy:
             tokens[:, t] = np.where(is_trigger[last], copied, drawn)
         return tokens
 
-    def trigger_rows(self, tokens: Int[np.ndarray, "*batch length"]) -> Bool[np.ndarray, "*batch length"]:
+    def trigger_rows(
+        self, tokens: Int[np.ndarray, "*batch length"]
+    ) -> Bool[np.ndarray, "*batch length"]:
         """Queries whose successor is a copy: a trigger with a character before it."""
         rows: np.ndarray = self._is_trigger[tokens]
         rows[..., : int(self.bos) + 1] = False
@@ -154,4 +170,6 @@ class Backcopy:
 
     def text(self, tokens: Int[np.ndarray, " length"]) -> str:
         """A sequence as text."""
-        return "".join("<bos>" if token == self.bos_token else self.table.characters[token] for token in tokens)
+        return "".join(
+            "<bos>" if token == self.bos_token else self.table.characters[token] for token in tokens
+        )

@@ -1,4 +1,4 @@
-"""The picture of the demo: how entropy fell, what the fall is made of, and what the head looks at."""
+"""The picture of the demo: how entropy fell, why, and what the head looks at."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ _FAINT = "#6b7280"
 _SHOWN = 28
 """Tokens of the attention map."""
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.edgecolor": "#c9ced6",
@@ -46,13 +46,22 @@ def draw(with_bos: "Twin", without: "Twin", path: Path, *, triggers: str) -> Non
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(11.2, 8.4), dpi=150, facecolor="white")
         grid = figure.add_gridspec(
-            2, 2, width_ratios=(1.42, 1), left=0.065, right=0.985, top=0.84, bottom=0.07, hspace=0.42, wspace=0.13
+            2,
+            2,
+            width_ratios=(1.42, 1),
+            left=0.065,
+            right=0.985,
+            top=0.84,
+            bottom=0.07,
+            hspace=0.42,
+            wspace=0.13,
         )
         figure.text(0.065, 0.955, "Why did attention entropy fall?", fontsize=19, fontweight="bold")
         figure.text(
             0.065,
             0.918,
-            "Two trainings of the same small transformer. They differ in one token, <bos>, at the start of every text.",
+            "Two trainings of the same small transformer, with and without one token at the start "
+            "of every text.",
             fontsize=11,
             color=_FAINT,
         )
@@ -69,9 +78,12 @@ def _curve(axes: Any, twin: "Twin", *, top: float) -> None:
     entropy = np.array(twin.curves["total_entropy"])
     sink = np.array(twin.changes["sink"])
     start = entropy[0]
-    # From the baseline down to the curve: first what the sink explains, then what the content explains.
+    # From the baseline down to the curve: first what the sink explains, then what the content
+    # explains.
     axes.fill_between(steps, start, start + sink, color=PALETTE["sink"], alpha=0.85, linewidth=0)
-    axes.fill_between(steps, start + sink, entropy, color=PALETTE["content"], alpha=0.8, linewidth=0)
+    axes.fill_between(
+        steps, start + sink, entropy, color=PALETTE["content"], alpha=0.8, linewidth=0
+    )
     axes.axhline(start, color=_FAINT, linewidth=1, linestyle=(0, (4, 3)))
     axes.plot(steps, entropy, color=_INK, linewidth=2.2)
     axes.set_xlim(0, steps[-1])
@@ -82,7 +94,14 @@ def _curve(axes: Any, twin: "Twin", *, top: float) -> None:
     axes.set_axisbelow(True)
 
     name = "with <bos>" if twin.bos else "without <bos>"
-    axes.text(0, 1.19, f"{name}: {signed(split.total, 2)} nats", transform=axes.transAxes, fontsize=13, weight="bold")
+    axes.text(
+        0,
+        1.19,
+        f"{name}: {signed(split.total, 2)} nats",
+        transform=axes.transAxes,
+        fontsize=13,
+        weight="bold",
+    )
     axes.text(0, 1.095, _short(cause(split)), transform=axes.transAxes, fontsize=10.5, color=_FAINT)
     for i, (part, value) in enumerate((("sink", split.sink), ("content", split.content))):
         axes.text(
@@ -95,7 +114,12 @@ def _curve(axes: Any, twin: "Twin", *, top: float) -> None:
             fontsize=11.5,
             weight="bold",
             color="white",
-            bbox={"boxstyle": "round,pad=0.3", "facecolor": PALETTE[part], "edgecolor": "white", "linewidth": 1.2},
+            bbox={
+                "boxstyle": "round,pad=0.3",
+                "facecolor": PALETTE[part],
+                "edgecolor": "white",
+                "linewidth": 1.2,
+            },
         )
 
 
@@ -121,7 +145,9 @@ def _map(axes: Any, twin: "Twin", triggers: str) -> None:
     image = 1 - strength * (1 - colours)
     image[np.triu_indices(shown, 1)] = to_rgb("#f5f6f8")
     axes.imshow(image, interpolation="nearest")
-    labels = ["■" if token == "<bos>" else "·" if token == " " else token for token in twin.tokens[:shown]]
+    labels = [
+        "■" if token == "<bos>" else "·" if token == " " else token for token in twin.tokens[:shown]
+    ]
     axes.set_xticks(range(shown), labels, fontsize=7.5)
     axes.set_yticks(range(shown), labels, fontsize=7.5)
     axes.tick_params(length=0, pad=2)

@@ -24,7 +24,12 @@ _BAR = 22
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
-    parser.add_argument("--steps", type=int, default=256, help="optimiser steps of each training (default: 256)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=320,
+        help="optimiser steps of each training (default: %(default)s)",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -40,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"The demo needs {', '.join(missing)}: pip install 'entropy-monitor[demo]'")  # noqa: T201
         return 2
     if args.steps < 1 or not 0 <= args.seed < 2**32:
-        bad = f"--steps must be at least 1, got {args.steps}" if args.steps < 1 else f"--seed must be >= 0, got {args.seed}"
+        bad = (
+            f"--steps must be at least 1, got {args.steps}"
+            if args.steps < 1
+            else f"--seed must be >= 0, got {args.seed}"
+        )
         print(f"entropy-monitor demo: {bad}.")  # noqa: T201
         return 2
     from rich.console import Console
@@ -50,28 +59,32 @@ def run(args: argparse.Namespace) -> int:
     _make_room(folder)
     started = time.monotonic()
     console.print(
-        "\nTwo small transformers (1 layer, 1 head) learn to write like Jane Austen, letter by letter; after a "
-        "[bold]t[/], [bold]e[/] or [bold]n[/]\nthey must repeat the letter before it. They differ in one thing: "
-        "whether each text starts with a [bold]<bos>[/] token.\n"
+        "\n  Two small transformers (1 layer, 1 head) learn which letter follows which in Jane "
+        "Austen;\n  after [bold]t[/], [bold]e[/] and [bold]n[/] they must repeat the letter "
+        "before it. They differ in one thing:\n  whether every text starts with the token "
+        "[bold]<bos>[/].\n",
+        soft_wrap=True,
     )
     with_bos, without = _train(console, seed=args.seed, steps=args.steps, folder=folder)
     console.print()
     console.print(table(with_bos, without))
     console.print()
-    for sentence in verdict(with_bos, without):
-        console.print(f"  [bold]•[/] {sentence}", soft_wrap=False)
+    console.print(_bullets(verdict(with_bos, without)))
     picture = folder / "demo.png"
     from entropy_monitor.demo.figure import draw
 
     draw(with_bos, without, picture, triggers="ten")
-    (folder / "demo.json").write_text(json.dumps(results(with_bos, without), indent=1) + "\n", encoding="utf-8")
+    (folder / "demo.json").write_text(
+        json.dumps(results(with_bos, without), indent=1) + "\n", encoding="utf-8"
+    )
     where = shlex.quote(str(folder))
     console.print(
         f"\n  Picture      [bold]{picture}[/]"
-        f"\n  TensorBoard  [bold]tensorboard --logdir {where}[/]   (then open the page it names; tab Attention)"
+        f"\n  TensorBoard  [bold]tensorboard --logdir {where}[/]"
+        "\n               (open the page that it names, then the tab Attention)"
         f"\n  As a table   [bold]entropy-monitor report {where}/with-bos[/]"
         f"\n\n  {time.monotonic() - started:.0f} seconds. In your own training: "
-        "[bold]Trainer(callbacks=[EntropyMonitor()])[/].\n",
+        "[bold]Trainer(callbacks=\\[EntropyMonitor()])[/]\n",
         soft_wrap=True,
     )
     return 0
@@ -122,7 +135,10 @@ def table(with_bos: "Twin", without: "Twin") -> Any:
         ),
         (
             "mass on the first token",
-            [f"{percent(t.curves['sink_mass'][0])} → {percent(t.curves['sink_mass'][-1])}" for t in twins],
+            [
+                f"{percent(t.curves['sink_mass'][0])} → {percent(t.curves['sink_mass'][-1])}"
+                for t in twins
+            ],
         ),
         ("  where a copy is due", [percent(twin.trigger_sink) for twin in twins]),
         ("  elsewhere", [percent(twin.other_sink) for twin in twins]),
@@ -135,6 +151,16 @@ def table(with_bos: "Twin", without: "Twin") -> Any:
     for name, cells in rows:
         shown.add_row(name, *cells)
     return shown
+
+
+def _bullets(sentences: list[str]) -> Any:
+    from rich.padding import Padding
+    from rich.table import Table
+
+    lines = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        lines.add_row("•", sentence)
+    return Padding(lines, (0, 2))
 
 
 def _train(console: "Console", *, seed: int, steps: int, folder: Path) -> tuple["Twin", "Twin"]:
@@ -158,17 +184,26 @@ def _train(console: "Console", *, seed: int, steps: int, folder: Path) -> tuple[
             task = progress.add_task("with <bos>" if bos else "without <bos>", total=steps, look="")
 
             def tell(step: int, entropy: float, sink: float, task: Any = task) -> None:
-                look = "" if math.isnan(entropy) else f"entropy {nats(entropy)}, first token {percent(sink)}"
+                look = (
+                    ""
+                    if math.isnan(entropy)
+                    else f"entropy {nats(entropy)}, first token {percent(sink)}"
+                )
                 progress.update(task, completed=step, look=look)
 
             twins.append(
-                train_twin(bos=bos, recipe=recipe, folder=folder / ("with-bos" if bos else "without-bos"), tell=tell)
+                train_twin(
+                    bos=bos,
+                    recipe=recipe,
+                    folder=folder / ("with-bos" if bos else "without-bos"),
+                    tell=tell,
+                )
             )
     return twins[0], twins[1]
 
 
 def _make_room(folder: Path) -> None:
-    """Remove what an older demo wrote, and nothing else: TensorBoard would show both runs as one."""
+    """Remove what an older demo wrote, and nothing else (two runs in one folder look like one)."""
     import shutil
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Train one small transformer on Bigram-Backcopy with Lightning and the callback, the way a user would.
+"""Train one small transformer on Bigram-Backcopy with Lightning and the callback.
 
-The recipe is the smallest that grows a sink within seconds: GPT-NeoX with one layer and one head of 64, a rotary base
-that fits 64 tokens, AdamW with a short memory, warm-up and then a constant learning rate (annealing stops the sink
-while it grows).
+The recipe is the smallest that grows a sink within seconds, whatever the seed: GPT-NeoX with one
+layer and one head of 64, a rotary base that fits 64 tokens, AdamW with a short memory, warm-up and
+then a constant learning rate (annealing stops the sink while it grows).
 """
 
 import logging
@@ -47,7 +47,7 @@ class Recipe:
         every_n_steps: Steps between two measurements, besides the early ones at 1, 2, 4, 8 ...
     """
 
-    steps: int = 256
+    steps: int = 320
     seed: int = 0
     length: int = 64
     batch: int = 32
@@ -109,9 +109,13 @@ class BackcopyModule(pl.LightningModule):
     def __init__(self, task: Backcopy, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
-        self.model = small_gptneox(vocabulary=task.vocabulary, length=task.length, width=recipe.width)
+        self.model = small_gptneox(
+            vocabulary=task.vocabulary, length=task.length, width=recipe.width
+        )
 
-    def forward(self, tokens: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocabulary"]:
+    def forward(
+        self, tokens: Int[Tensor, "batch length"]
+    ) -> Float[Tensor, "batch length vocabulary"]:
         """Logits of the next token."""
         logits: Tensor = self.model(tokens).logits
         return logits
@@ -125,9 +129,13 @@ class BackcopyModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, warm-up, then a constant learning rate."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.recipe.learning_rate, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.recipe.learning_rate, betas=(0.9, 0.95)
+        )
         warmup = self.recipe.warmup
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 1.0))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / warmup, 1.0)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -140,12 +148,18 @@ def small_gptneox(*, vocabulary: int, length: int, width: int = 64) -> GPTNeoXFo
         num_attention_heads=1,
         intermediate_size=4 * width,
         max_position_embeddings=length,
-        # The default base of 10,000 is made for thousands of tokens; over 64 it hardly tells neighbours apart.
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
-        attn_implementation="sdpa",
+        # The default base of 10,000 is made for thousands of tokens; over 64 it hardly tells
+        # neighbours apart.
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.25,
+        },
         use_cache=False,
     )
-    return GPTNeoXForCausalLM(config)
+    model = GPTNeoXForCausalLM(config)
+    model.set_attn_implementation("sdpa")
+    return model
 
 
 class _Progress(pl.Callback):
@@ -154,10 +168,16 @@ class _Progress(pl.Callback):
     def __init__(self, memory: MemoryWriter, tell: Callable[[int, float, float], None]) -> None:
         self.memory, self.tell = memory, tell
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         last = self.memory.emissions[-1].model if self.memory.emissions else {}
         nan = float("nan")
-        self.tell(trainer.global_step, last.get("attention/total_entropy", nan), last.get("attention/sink_mass", nan))
+        self.tell(
+            trainer.global_step,
+            last.get("attention/total_entropy", nan),
+            last.get("attention/sink_mass", nan),
+        )
 
 
 def train_twin(
@@ -209,7 +229,8 @@ def train_twin(
         for name in ("total_entropy", "content_entropy", "sink_mass", "content_mass", "max_logit")
     }
     changes = {
-        name: memory.series(f"attention_change/{name}") for name in ("total", "sink", "content", "support")
+        name: memory.series(f"attention_change/{name}")
+        for name in ("total", "sink", "content", "support")
     }
     return Twin(
         bos=bos,
@@ -223,8 +244,10 @@ def train_twin(
     )
 
 
-def _look(module: BackcopyModule, task: Backcopy, probe: Int[Tensor, "batch length"]) -> dict[str, Any]:
-    """Look at the trained head with the model's own eager weights, which the monitor does not need."""
+def _look(
+    module: BackcopyModule, task: Backcopy, probe: Int[Tensor, "batch length"]
+) -> dict[str, Any]:
+    """Look at the trained head with the model's own eager weights (the monitor needs none)."""
     module.eval()
     module.model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -251,7 +274,10 @@ def _look(module: BackcopyModule, task: Backcopy, probe: Int[Tensor, "batch leng
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep Lightning's banners and its advice for large trainings away from the demo."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric")
+    ]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")

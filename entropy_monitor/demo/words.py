@@ -1,6 +1,5 @@
-"""What the demo says. Every word is chosen by the numbers of the run, so that it is true for any seed."""
+"""What the demo says: every word is chosen by the numbers of the run, true for any seed."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,11 @@ from entropy_monitor.notebook import MINUS, round_sum, signed
 if TYPE_CHECKING:
     from entropy_monitor.demo.train import Twin
 
-_MOSTLY = 2 / 3
-"""A cause with more than this share of a change made it *mostly*."""
+_MOSTLY = 200 / 3
+"""A cause with at least this percentage of a change made it *mostly*."""
 
-_NEARLY_EQUAL = 0.15
-"""Two changes whose difference is below this part of the larger one are *nearly equal*."""
+_NEARLY = 0.15
+"""Two changes whose difference is below this part of the larger one are *nearly the same*."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +25,9 @@ class Split:
         after: Entropy at the end, nats.
         total: Change, nats; `sink` + `content` as printed.
         sink: What the sink explains, nats.
-        content: What the content explains (with `support`, 0 here since lengths do not change), nats.
+        content: What the content explains, nats (all texts have one length, so nothing else does).
         share: Percentage of the sink, or None where a share means nothing.
-        error: Standard error of the total, nats, or None.
+        error: Standard error of the total, nats, or None where it is not known.
     """
 
     before: float
@@ -43,7 +42,8 @@ class Split:
 def split_of(twin: "Twin") -> Split:
     """The attribution of one training, as it is printed."""
     change: Mapping[str, Any] = twin.summary["change"]
-    total, (sink, content) = round_sum(change["total"], [change["sink"], change["content"] + change["support"]], 2)
+    parts = [change["sink"], change["content"] + change["support"]]
+    total, (sink, content) = round_sum(change["total"], parts, 2)
     share = twin.summary["sink_share"]
     entropy = twin.curves["total_entropy"]
     return Split(
@@ -61,25 +61,28 @@ def cause(split: Split) -> str:
     """Why the entropy of one training changed, in a few words.
 
     Example:
-        >>> cause(Split(before=3.0, after=1.0, total=-2.0, sink=-1.8, content=-0.2, share=90, error=0.02))
-        'mostly because a sink grew'
+        >>> parts = {"before": 3.0, "after": 1.0, "total": -2.0, "sink": -1.8, "content": -0.2}
+        >>> cause(Split(**parts, share=90, error=0.02))
+        'mostly since a sink grew'
     """
-    if abs(split.total) <= 3 * (split.error or 0.0) or split.total == 0:
-        return "not beyond the noise"
+    if split.total == 0 or abs(split.total) <= 3 * (split.error or 0.0):
+        return "no more than noise"
     if split.share is None:
-        sink = "raised" if split.sink > 0 else "lowered"
-        content = "raised" if split.content > 0 else "lowered"
-        return f"by two opposite forces: the sink {sink} it, the content {content} it"
-    part = split.share / 100
-    falls = split.total < 0
-    by_sink = "a sink grew" if falls else "a sink took mass, which at first spreads a row"
-    by_content = "attention to the content narrowed" if falls else "attention to the content widened"
-    if part >= _MOSTLY:
-        return f"mostly because {by_sink}"
-    if part <= 1 - _MOSTLY:
-        return f"mostly because {by_content}"
-    more, less = (by_sink, by_content) if part >= 0.5 else (by_content, by_sink)
-    return f"for two reasons: above all {more}, and {less}" if part != 0.5 else f"equally: {more}, and {less}"
+        sink, content = ("up" if part > 0 else "down" for part in (split.sink, split.content))
+        return f"two opposite forces: sink {sink}, content {content}"
+    by_sink = "a sink grew" if split.total < 0 else "the sink changed its mass"
+    by_content = f"attention to the content {'narrowed' if split.total < 0 else 'widened'}"
+    if split.share >= _MOSTLY:
+        return f"mostly since {by_sink}"
+    if split.share <= 100 - _MOSTLY:
+        return f"mostly since {by_content}"
+    if split.share == 50:
+        return f"half since {by_sink}, half since {by_content}"
+    return " and less since ".join(
+        (f"more since {by_sink}", by_content)
+        if split.share > 50
+        else (f"more since {by_content}", by_sink)
+    )
 
 
 def percent(mass: float) -> str:
@@ -97,58 +100,63 @@ def percent(mass: float) -> str:
 
 
 def nats(value: float) -> str:
-    """A number of nats with two digits."""
+    """A number of nats with two digits.
+
+    Example:
+        >>> nats(2.128)
+        '2.13'
+    """
     return f"{value:.2f}".replace("-", MINUS)
 
 
 def verdict(with_bos: "Twin", without: "Twin") -> list[str]:
-    """What the two trainings say together, in sentences for a newcomer."""
+    """What the two trainings say together, in sentences for a newcomer.
+
+    Args:
+        with_bos: The training whose texts started with ``<bos>``.
+        without: The other.
+
+    Returns:
+        Sentences, most important first.
+    """
     one, other = split_of(with_bos), split_of(without)
-    return [_first(one, other), _second(one, other), *_third(with_bos, without)]
-
-
-def _first(one: Split, other: Split) -> str:
-    both_fell = one.total < 0 and other.total < 0
-    larger = max(abs(one.total), abs(other.total))
-    equal = both_fell and abs(one.total - other.total) <= _NEARLY_EQUAL * larger
-    if equal:
-        return (
-            f"Attention entropy fell by nearly the same in both trainings: {signed(one.total, 2)} and "
-            f"{signed(other.total, 2)} nats. A plot of entropy alone cannot tell them apart."
-        )
-    if both_fell:
-        return f"Attention entropy fell in both trainings, by {signed(one.total, 2)} and {signed(other.total, 2)} nats."
-    return f"Attention entropy changed by {signed(one.total, 2)} nats with <bos> and {signed(other.total, 2)} without."
-
-
-def _second(one: Split, other: Split) -> str:
-    def told(split: Split) -> str:
-        parts = f"sink {signed(split.sink, 2)}, content {signed(split.content, 2)}"
-        return parts if split.share is None else f"{parts}: {split.share} % sink"
-
-    lead = "The causes differ." if _differ(one, other) else "What it is made of:"
-    return f"{lead} With <bos> it changed {cause(one)} ({told(one)}); without, {cause(other)} ({told(other)})."
-
-
-def _differ(one: Split, other: Split) -> bool:
-    if one.share is None or other.share is None:
-        return False
-    return (one.share > 50) != (other.share > 50)
-
-
-def _third(with_bos: "Twin", without: "Twin") -> list[str]:
-    sentences = []
-    if math.isfinite(with_bos.other_sink) and with_bos.other_sink > 2 * max(with_bos.trigger_sink, 0.01):
+    sentences = [
+        _amounts(one.total, other.total),
+        f"With <bos>: {cause(one)}{_shares(one)}. Without: {cause(other)}{_shares(other)}.",
+    ]
+    if _head_rests(with_bos):
         sentences.append(
-            f"The head with <bos> rests on it: {percent(with_bos.other_sink)} of its attention where there is nothing "
-            f"to copy, {percent(with_bos.trigger_sink)} right after which a copy is due. It has not collapsed, it is "
-            f"off duty."
+            f"The head with <bos> gives it {percent(with_bos.other_sink)} of its attention where "
+            f"nothing is to be copied, {percent(with_bos.trigger_sink)} where a copy is due: it "
+            "rests when it is not needed, which total entropy shows as a collapse."
         )
-    low = min(with_bos.copies, without.copies)
-    if low > 0.9:
-        sentences.append(f"Both models do their task: they predict at least {percent(low)} of the copies.")
-    else:
-        sentences.append(
-            f"Copies predicted right: {percent(with_bos.copies)} with <bos>, {percent(without.copies)} without."
-        )
+    sentences.append(_copies(with_bos.copies, without.copies))
     return sentences
+
+
+def _amounts(one: float, other: float) -> str:
+    if one < 0 and other < 0 and abs(one - other) <= _NEARLY * max(-one, -other):
+        return (
+            f"Attention entropy fell by nearly the same, {signed(one, 2)} and {signed(other, 2)} "
+            "nats: a plot of it cannot tell the two trainings apart."
+        )
+    verb = "fell" if one < 0 and other < 0 else "changed"
+    return (
+        f"Attention entropy {verb} by {signed(one, 2)} nats with <bos>, {signed(other, 2)} without."
+    )
+
+
+def _shares(split: Split) -> str:
+    if split.share is None:
+        return ""
+    return f" (sink {split.share} %, content {100 - split.share} %)"
+
+
+def _head_rests(twin: "Twin") -> bool:
+    return twin.other_sink > 0.2 and twin.other_sink > 3 * twin.trigger_sink
+
+
+def _copies(one: float, other: float) -> str:
+    if min(one, other) >= 0.9:
+        return f"Both do their task: at least {percent(min(one, other))} of the copies are right."
+    return f"Copies predicted right: {percent(one)} with <bos>, {percent(other)} without."
