@@ -1,0 +1,91 @@
+"""Content attention collapses onto few keys. The alarm that matters; see `ConcentrationRule` for
+the bounds.
+
+Two witnesses must agree: the evenness J of the content and the spread of its logits, kap. J alone
+is low in healthy previous-token and induction heads; kap alone is high where one outlier key
+sticks out of otherwise even rows. On total entropy the same rule fires on sink growth; J does not
+see the sink.
+"""
+
+import numpy as np
+
+from entropy_monitor.alerts.reading import Array, Mask
+from entropy_monitor.alerts.view import Condition, View
+
+
+def bounds(view: View) -> tuple[Array, Array]:
+    """Bounds on J and log kap per group, stricter for groups of few heads."""
+    rule = view.policy.concentration
+    members = np.maximum(view.reading.members, 1.0)
+    weight = view.bound_weight(rule.full_group)
+    groups = view.by_level(rule.evenness_model, rule.evenness_layer, rule.evenness_head)
+    evenness = rule.evenness_head + weight * (groups - rule.evenness_head)
+    spread = np.maximum(
+        view.by_level(rule.spread_model, rule.spread_layer, rule.spread_head),
+        rule.spread_head / np.sqrt(members),
+    )
+    return evenness, np.log(spread)
+
+
+def level(view: View) -> Condition:
+    """J below its bound and kap above its bound, both beyond their own noise."""
+    rule, margin = view.policy.concentration, view.policy.margin
+    evenness_bound, spread_bound = bounds(view)
+    evenness, log_spread = view.reliable
+    if not view.has_spread:
+        on = evenness < rule.alone * evenness_bound
+        keep = view.evenness < rule.alone * margin * evenness_bound
+    else:
+        on = (evenness < evenness_bound) & (log_spread > spread_bound)
+        keep = (view.evenness < margin * evenness_bound) & (
+            view.log_spread > spread_bound - np.log(margin)
+        )
+    heads = slice(1 + view.layout.layers, None)
+    on[heads] &= _grew(view)[heads]
+    return Condition(name="level", on=on, keep=keep, persist=view.policy.persist)
+
+
+def drop(view: View) -> Condition:
+    """The model's J lost half of its slow average and is low, past freezing: for abrupt faults,
+    hence unsmoothed.
+
+    At model level only: a layer in which induction or positional heads form does just this, and is
+    healthy.
+    """
+    rule, policy, reading = view.policy.concentration, view.policy, view.reading
+    ready = view.settled and view.same_length and view.has_spread
+    fell = reading.evenness < rule.drop * view.evenness_before
+    beyond_noise = view.evenness_before - reading.evenness > 6.0 * view.evenness_noise
+    low = (reading.evenness < rule.drop_below) & (
+        reading.log_spread > np.log(max(rule.drop_spread, 1e-9))
+    )
+    group = np.zeros_like(low)
+    group[0] = reading.members[0] >= rule.full_group
+    keep = group & (view.evenness < policy.margin * rule.drop_below)
+    keep &= view.log_spread > np.log(max(rule.drop_spread / policy.margin, 1e-9))
+    on = group & fell & beyond_noise & low if ready else view.nothing()
+    return Condition(name="drop", on=on, keep=keep, persist=policy.abrupt)
+
+
+def severe(view: View) -> Condition:
+    """Far beyond the bounds at layer or model level, for a while: a warning becomes an error."""
+    rule = view.policy.concentration
+    evenness_bound, spread_bound = bounds(view)
+    evenness, log_spread = view.reliable
+    on = (evenness < evenness_bound) & (log_spread > spread_bound + np.log(rule.error_spread))
+    on[1 + view.layout.layers :] = False
+    if not view.has_spread:
+        on = view.nothing()
+    return Condition(
+        name="severe", on=on, keep=on, persist=max(rule.error_after, view.policy.persist)
+    )
+
+
+def _grew(view: View) -> Mask:
+    """Heads whose kap grew: concentrated heads that stay as they are, or always were, are normal."""
+    rule = view.policy.concentration
+    with np.errstate(invalid="ignore"):
+        grew: Mask = view.log_spread - view.log_spread_before > np.log(rule.head_growth)
+        if not view.has_spread:
+            grew = view.evenness < view.evenness_before / rule.head_growth
+    return grew if view.settled else view.nothing()

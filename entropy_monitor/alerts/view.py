@@ -1,0 +1,122 @@
+"""`View`: what a rule may look at, i.e. a record, its averages and what they are compared with; and `Condition`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+from entropy_monitor.alerts.policy import AlertPolicy
+from entropy_monitor.alerts.reading import Array, Layout, Mask, Reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One record with its past. Group vectors are ``(G,)``, tables ``(L, H)``; see `Reading`.
+
+    Attributes:
+        reading: The record as it is.
+        policy: Thresholds and time constants.
+        evenness: Fast average of J per group.
+        log_spread: Fast average of log kap per group.
+        evenness_before: Slow average of J per group, up to the record before; still during an
+            event.
+        log_spread_before: The same for log kap.
+        evenness_noise: Standard deviation of one record's J per group.
+        spread_noise: Standard deviation of one record's log kap per group.
+        weight: Weight of this record in the fast average, per group.
+        now: Fast averages per head, by statistic.
+        before: Slow averages per head, by statistic.
+        start: The first record, by statistic.
+        base: The frozen baseline, by statistic; empty until it is complete.
+        base_steps: First and last step of the baseline.
+        structure: Largest slow average of 1 - J that a head has had.
+        since: Steps since the first record.
+        settled: Whether the warm-up is over.
+        same_length: Whether the number of visible keys is what it was.
+        channels: Change of entropy since the baseline by channel, where the caller measured it,
+            ``(L, H)`` each.
+    """
+
+    reading: Reading
+    policy: AlertPolicy
+    evenness: Array
+    log_spread: Array
+    evenness_before: Array
+    log_spread_before: Array
+    evenness_noise: Array
+    spread_noise: Array
+    weight: float | Array
+    now: Mapping[str, Array]
+    before: Mapping[str, Array]
+    start: Mapping[str, Array]
+    base: Mapping[str, Array]
+    base_steps: tuple[float, float]
+    structure: Array
+    since: float
+    settled: bool
+    same_length: bool
+    channels: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """Names and sizes."""
+        return self.reading.layout
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether logit statistics were recorded."""
+        return bool(np.isfinite(self.reading.spread).any())
+
+    def by_level(self, model: float, layer: float, head: float) -> Array:
+        """One number per level as a vector over groups."""
+        layout = self.layout
+        return np.concatenate(
+            [[model], np.full(layout.layers, layer), np.full(layout.layers * layout.heads, head)]
+        ).astype(np.float64)
+
+    def quantile(self) -> Array:
+        """Normal quantile of the accepted chance of a false crossing, split over the groups of each level."""
+        confidence = self.policy.confidence
+        heads = max(int(self.reading.members[0]), 1)
+        normal = NormalDist()
+        return self.by_level(
+            *(
+                normal.inv_cdf(1.0 - confidence / count)
+                for count in (1, max(self.layout.layers, 1), heads)
+            )
+        )
+
+    def bound_weight(self, full_group: float) -> Array:
+        """0 for a group of one head, 1 from ``full_group`` heads on, logarithmic between."""
+        members = np.maximum(self.reading.members, 1.0)
+        weight: Array = np.minimum(np.log(members) / np.log(max(full_group, 1.0 + 1e-9)), 1.0)
+        return weight
+
+    @cached_property
+    def reliable(self) -> tuple[Array, Array]:
+        """Fast averages moved towards harmless by their own uncertainty: J up, log kap down."""
+        share = np.sqrt(self.weight / (2.0 - np.minimum(self.weight, 1.0)))
+        error = np.where(
+            np.isnan(self.reading.evenness_error), self.evenness_noise, self.reading.evenness_error
+        )
+        quantile = self.quantile()
+        return (
+            self.evenness + quantile * share * error,
+            self.log_spread - quantile * share * self.spread_noise,
+        )
+
+    def nothing(self) -> Mask:
+        """A vector over groups that is false everywhere."""
+        return np.zeros(self.layout.groups, dtype=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """Where something holds now (``on``) and where it still holds by a margin (``keep``), for ``persist`` steps."""
+
+    name: str
+    on: Mask
+    keep: Mask
+    persist: float
