@@ -114,6 +114,8 @@ def as_grid(values: Array, layers: Layers) -> Array:
         [[1.0, nan], [2.0, 3.0]]
     """
     most = max((heads for _, heads in layers), default=0)
+    if all(heads == most for _, heads in layers):
+        return values.reshape(*values.shape[:-1], len(layers), most)
     counts = np.array([heads for _, heads in layers], dtype=np.int64)
     grid = np.full((*values.shape[:-1], len(layers), most), np.nan, dtype=values.dtype)
     # A boolean mask fills in layer order, which is the order of the last axis.

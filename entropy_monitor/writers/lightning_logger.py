@@ -13,6 +13,9 @@ _LEVELS = {"info": "INFO", "warn": "WARN", "error": "ERROR"}
 class LightningLoggerWriter:
     """Write scalars to a Lightning logger, and alerts to its service (wandb, trackio).
 
+    Tags are those of TensorBoard with the logger's own group separator; MLflow gets
+    ``attention/<stat>.<layer>`` for layers.
+
     Args:
         logger: A `pytorch_lightning.loggers.Logger`, or anything with `log_metrics(metrics, step)`.
         layers: Whether to write the scalars of single layers too.
@@ -37,10 +40,9 @@ class LightningLoggerWriter:
             tag: value for tag, value in emission.model.items() if self.layers or tag.count("/") < 2
         }
         values = clean_tags({"attention/alerts": float(self._count), **scalars})
-        separator = getattr(self.logger, "group_separator", "/")
-        if separator != "/":
-            values = {tag.replace("/", separator): value for tag, value in values.items()}
-        self.logger.log_metrics(values, step=emission.step)
+        self.logger.log_metrics(
+            {self._tag(tag): value for tag, value in values.items()}, step=emission.step
+        )
         for alert in emission.alerts:
             _raise_alert(self.logger, alert)
 
@@ -50,6 +52,14 @@ class LightningLoggerWriter:
         if callable(save):
             save()
 
+    def _tag(self, tag: str) -> str:
+        if _is_a(self.logger, "MLFlowLogger"):
+            # MLflow's file store keeps a metric in a file of its name: attention/sink_mass cannot
+            # be a file and the folder of attention/sink_mass/<layer> at once.
+            group, _, name = tag.partition("/")
+            return f"{group}/{name.replace('/', '.')}"
+        return tag.replace("/", getattr(self.logger, "group_separator", "/"))
+
 
 def writer_for(logger: Any, **tensorboard: Any) -> Writer:
     """Return the writer that suits a Lightning logger.
@@ -58,9 +68,14 @@ def writer_for(logger: Any, **tensorboard: Any) -> Writer:
         logger: Any Lightning logger.
         **tensorboard: Options of `TensorBoardWriter`, used if the logger is TensorBoard's.
     """
-    if any(cls.__name__ == "TensorBoardLogger" for cls in type(logger).__mro__):
+    if _is_a(logger, "TensorBoardLogger"):
         return TensorBoardWriter(logger.experiment, **tensorboard)
     return LightningLoggerWriter(logger)
+
+
+def _is_a(logger: Any, name: str) -> bool:
+    """Say whether a logger is of a class by this name, without importing its host."""
+    return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 
 def _raise_alert(logger: Any, alert: Alert) -> None:

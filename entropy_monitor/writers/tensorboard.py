@@ -230,15 +230,14 @@ def heads_summary(emission: Emission) -> Any:
     """Return all heads as a `Summary.Value`: float32 [stat, layer, head] with our metadata."""
     from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
-    names, values = emission.stat_names, emission.stats
+    # The change has its lines from the first step on, since TensorBoard keeps the metadata of the
+    # first event of a tag.
+    names = (*emission.stat_names, *CHANGE_STAT_NAMES)
+    values = np.full((len(names), emission.stats.shape[1]), np.nan, dtype="<f4")
+    values[: len(emission.stat_names)] = emission.stats
     if emission.change is not None:
-        names, values = (*names, *CHANGE_STAT_NAMES), np.concatenate([values, emission.change])
-    else:
-        # The same lines from the first step on: TensorBoard keeps the metadata of the first event
-        # of a tag.
-        absent = np.full((len(CHANGE_STAT_NAMES), values.shape[1]), np.nan, dtype=np.float32)
-        names, values = (*names, *CHANGE_STAT_NAMES), np.concatenate([values, absent])
-    grid = as_grid(values.astype("<f4", copy=False), emission.layers)
+        values[len(emission.stat_names) :] = emission.change
+    grid = as_grid(values, emission.layers)
     layout = {
         "version": METADATA_VERSION,
         "stats": list(names),
