@@ -1,0 +1,184 @@
+"""Which axis of a score tensor is the query and which the key, followed through views.
+
+Scores q k^T leave a batched matrix product as (g, q, k): group (batch and heads folded together),
+query, key. Models then fold, split and permute them in many ways before the softmax. Every axis
+carries a letter, and each view maps the letters of its input to those of its output. A result of
+None means that the axes can no longer be told apart; the scores are then not followed further.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+Axes = tuple[str, ...]
+"""One letter per axis: `g` group, `q` query, `k` key, `1` an axis of size one that was inserted."""
+
+
+def reshaped(axes: Axes, old: Sequence[int], new: Sequence[int]) -> Axes | None:
+    """Letters after `view` or `reshape` from the sizes `old` to `new`.
+
+    Axes that are folded together keep their letter if they agree; a folded axis that is split gives
+    its letter to all parts (scores of grouped queries, (g, h q, k) -> (g, h, q, k), get two `q`).
+
+    Examples:
+        >>> reshaped(("g", "q", "k"), (6, 5, 7), (2, 3, 5, 7))
+        ('g', 'g', 'q', 'k')
+        >>> reshaped(("g", "q", "k"), (6, 5, 7), (30, 7)) is None
+        True
+    """
+    if 0 in old or 0 in new:
+        return None
+    letters: list[str] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        start_i, start_j = i, j
+        left = right = 1
+        if i < len(old):
+            left, i = old[i], i + 1
+        if j < len(new):
+            right, j = new[j], j + 1
+        while left != right:
+            if left < right:
+                if i == len(old):
+                    return None
+                left, i = left * old[i], i + 1
+            else:
+                if j == len(new):
+                    return None
+                right, j = right * new[j], j + 1
+        # Axes of size one carry no order: let them join the block on their left, on both sides.
+        if left == 1 and start_i < len(old) and start_j < len(new):
+            letters.append(axes[start_i])
+            continue
+        block = {axes[n] for n in range(start_i, i) if old[n] != 1} or {"1"}
+        if len(block) > 1:
+            return None
+        letter = block.pop()
+        letters.extend(letter if new[n] != 1 else "1" for n in range(start_j, j))
+    return tuple(letters)
+
+
+def permuted(axes: Axes, order: Sequence[int]) -> Axes:
+    """Letters after `permute`.
+
+    Examples:
+        >>> permuted(("g", "q", "k"), (1, 0, -1))
+        ('q', 'g', 'k')
+    """
+    return tuple(axes[n] for n in order)
+
+
+def transposed(axes: Axes, first: int, second: int) -> Axes:
+    """Letters after `transpose`."""
+    letters = list(axes)
+    letters[first], letters[second] = letters[second], letters[first]
+    return tuple(letters)
+
+
+def inserted(axes: Axes, at: int) -> Axes:
+    """Letters after `unsqueeze`."""
+    at = at % (len(axes) + 1)
+    return (*axes[:at], "1", *axes[at:])
+
+
+def removed(axes: Axes, at: int) -> Axes:
+    """Letters after `select`, or `squeeze` of one axis."""
+    at = at % len(axes)
+    return axes[:at] + axes[at + 1 :]
+
+
+def expanded(axes: Axes, sizes: Sequence[int]) -> Axes:
+    """Letters after `expand` to `sizes`: new axes are groups."""
+    axes = ("g",) * (len(sizes) - len(axes)) + axes
+    return tuple("g" if a == "1" and s != 1 else a for a, s in zip(axes, sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """How to bring logits to (batch, heads, queries, keys): permute by `order`, then reshape."""
+
+    order: tuple[int, ...]
+    batch: int
+    heads: int
+
+
+def arranged(
+    axes: Axes, sizes: Sequence[int], heads: int | None, batch: int | None
+) -> Arranged | str:
+    """Find what makes (batch, heads, queries, keys) out of logits, or say in words why nothing does.
+
+    Args:
+        axes: Letters of the logits; exactly one `k`.
+        sizes: Sizes of the logits.
+        heads: Number of heads of the owner, if it tells.
+        batch: Number of sequences the owner was given, if it could be read.
+
+    Examples:
+        >>> arranged(("g", "q", "k"), (6, 5, 7), heads=3, batch=2)
+        Arranged(order=(0, 1, 2), batch=2, heads=3)
+    """
+    keys = [n for n, a in enumerate(axes) if a == "k"]
+    if len(keys) != 1:
+        return "the axis of the keys is not unique"
+    queries = [n for n, a in enumerate(axes) if a == "q"]
+    if len(queries) > 1:
+        queries = _queries_among(queries, sizes, sizes[keys[0]], heads)
+        if len(queries) != 1:
+            return "queries and heads share an axis of the scores and cannot be told apart"
+    groups = [n for n in range(len(axes)) if n not in (*keys, *queries)]
+    b, h = _batch_and_heads(groups, sizes, heads, batch)
+    batch_size, head_count = _product(b, sizes), _product(h, sizes)
+    if len(b) == 1 and not h:
+        batch_size, head_count = _unfold(batch_size, heads, batch)
+    return Arranged(order=(*b, *h, *queries, *keys), batch=batch_size, heads=head_count)
+
+
+def _queries_among(
+    axes: list[int], sizes: Sequence[int], keys: int, heads: int | None
+) -> list[int]:
+    wide = [n for n in axes if sizes[n] != 1]
+    if len(wide) < 2:
+        return wide or axes[:1]
+    # In self-attention there are as many queries as keys.
+    square = [n for n in wide if sizes[n] == keys]
+    if len(square) == 1:
+        return square
+    others = [n for n in wide if sizes[n] != heads]
+    return others if len(others) == 1 else wide
+
+
+def _batch_and_heads(
+    groups: list[int], sizes: Sequence[int], heads: int | None, batch: int | None
+) -> tuple[list[int], list[int]]:
+    wide = [n for n in groups if sizes[n] != 1]
+    if len(groups) == 2:
+        a, b = groups
+        if heads is not None and sizes[a] == heads != sizes[b]:
+            return [b], [a]
+        if sizes[b] != heads and sizes[a] * sizes[b] == heads and batch in (None, 1):
+            return [], groups
+        return [a], [b]
+    if heads is not None and len(wide) > 1:
+        for cut in range(1, len(groups)):
+            if _product(groups[cut:], sizes) == heads:
+                return groups[:cut], groups[cut:]
+        if _product(groups, sizes) == heads:
+            return [], groups
+    return groups[:1], groups[1:]
+
+
+def _unfold(group: int, heads: int | None, batch: int | None) -> tuple[int, int]:
+    """Split one axis of batch x heads; without any knowledge it is a batch of single heads."""
+    if heads is not None and batch is not None and group == heads * batch:
+        return batch, heads
+    if batch is not None and group == batch:
+        return batch, 1
+    if heads is not None and group % heads == 0:
+        return group // heads, heads
+    if batch is not None and group % batch == 0:
+        return batch, group // batch
+    return group, 1
+
+
+def _product(axes: Sequence[int], sizes: Sequence[int]) -> int:
+    return prod(sizes[n] for n in axes)

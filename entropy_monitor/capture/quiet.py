@@ -1,0 +1,27 @@
+"""A place for our own computations in the middle of somebody else's forward pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+
+@contextmanager
+def quiet(device: str) -> Iterator[None]:
+    """No gradient, no autocast on this kind of device, no dispatch or function mode of anybody.
+
+    A flop counter of the user does not count what we compute, `torch.set_default_device` does not move
+    it. The global random state is not touched here; receivers bring their own generator.
+    """
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    yield
+            else:
+                yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)

@@ -1,0 +1,43 @@
+"""`Seen`: one attention as a kernel shows it, before it has an owner; `Lost`: one that cannot be read."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Raw material of one `AttentionCall`.
+
+    Attributes:
+        way: How it was seen, e.g. `"sdpa"`.
+        query: (batch, heads, queries, width).
+        key: (batch, kv_heads, keys, width).
+        logits: Softmax input instead of query and key, any layout described by `axes`.
+        axes: One letter per axis of `logits`: g (batch or heads), q (queries), k (keys).
+        virtual_columns: Trailing key columns of `logits` that are learned sinks.
+    """
+
+    way: str
+    query: Tensor | None = None
+    key: Tensor | None = None
+    logits: Tensor | None = None
+    axes: tuple[str, ...] = ()
+    scale: float | None = None
+    mask: Tensor | None = None
+    is_causal: bool = False
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    virtual_columns: int = 0
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Attention was computed here, and cannot be handed over; `opaque` where nobody could look into it."""
+
+    reason: str
+    opaque: bool = False
+
+
+Found = Seen | Lost

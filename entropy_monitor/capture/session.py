@@ -1,0 +1,182 @@
+"""`CaptureSession`: what is known about the attention of one model, and the windows opened on it.
+
+The first window is *discovery*: compiled code steps aside (`torch.compiler.set_stance("force_eager")`),
+so that every attention is seen with its owner, and modules that look like attention are noted when
+they run. Later windows leave compiled code alone. Where compiled code hides attention, or where names
+would be ambiguous, monitored steps run uncompiled or leave these layers out, as the user chose.
+"""
+
+import fnmatch
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from entropy_monitor.capture.owners import Owners
+from entropy_monitor.capture.plan import Plan
+from entropy_monitor.capture.window import OnCall, Window
+
+_LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|mha(?![a-z])", re.IGNORECASE)
+
+_NOT_COMPUTED = (
+    "it ran, but no fused attention kernel was called in it, nor a softmax of q.k scores whose result "
+    "multiplied values; attention of another form, or one that is hidden in a single operation"
+)
+_HIDDEN = "computed inside compiled code, where it cannot be seen"
+_ABSENT = (
+    "seen in an earlier window, but not in this one: compiled code hides it, or it did not run"
+)
+
+_REDISCOVERIES = 3
+"""How often missing layers make a window learn anew, before they are taken as layers that rest at times."""
+
+
+class CaptureSession:
+    """Opens windows on the attention of one model.
+
+    Args:
+        model: The model; nothing is installed on it.
+        candidates: Shell pattern of further class names that are attention modules. Only used to say
+            what was not seen.
+        compiled: What to do where compiled code hides attention: `"force_eager"` runs monitored steps
+            uncompiled, `"skip"` reports and leaves the layers out.
+        decode: Also hand over single queries of a decoding loop.
+        on_error: `"warn"` collects errors in the report, `"raise"` raises the first one when the window
+            closes. The model never sees them.
+
+    Raises:
+        TypeError: If `model` is not a module.
+        ValueError: If an option is unknown.
+
+    Examples:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> session = CaptureSession(layer)
+        >>> shapes = []
+        >>> with session.window(lambda call: shapes.append((call.name, call.shape))) as report:
+        ...     out = layer(torch.zeros(3, 5, 16))
+        >>> shapes, report.way
+        ([('self_attn', (3, 2, 5, 5))], {'self_attn': 'sdpa'})
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        candidates: str | None = None,
+        compiled: str = "force_eager",
+        decode: bool = False,
+        on_error: str = "warn",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        if compiled not in ("force_eager", "skip"):
+            raise ValueError(f"`compiled` must be 'force_eager' or 'skip', got {compiled!r}.")
+        if on_error not in ("warn", "raise"):
+            raise ValueError(f"`on_error` must be 'warn' or 'raise', got {on_error!r}.")
+        self.model = model
+        self.on_error = on_error
+        self.decode = decode
+        self.owners = Owners(model)
+        self.plan = Plan()
+        self._pattern = candidates
+        self._compiled = compiled
+        self._discovered = False
+        self._uncompiled = False
+        self._missing: set[str] = set()
+        self._rediscoveries = 0
+
+    @property
+    def root_name(self) -> str:
+        """Name of the model itself."""
+        return self.owners.names.get(id(self.model), type(self.model).__name__)
+
+    def window(self, on_call: OnCall) -> Window:
+        """Open a window: a context manager that gives a `CaptureReport`, complete when it closes.
+
+        `on_call` gets each `AttentionCall` at once, while the model waits: its tensors are valid only
+        during the call. It runs without gradient and autocast, and unseen by the window.
+        """
+        return Window(self, on_call)
+
+    # Called by the window ---------------------------------------------------------------------------
+
+    def begin(self, window: Window) -> bool:
+        """Prepare for a window; returns whether compiled code must step aside for it."""
+        if self.owners.refresh() and self._discovered:
+            self._discovered = False  # layers were added or taken away
+            self.plan = Plan()
+        window.discovering = not self._discovered
+        return window.discovering or self._uncompiled
+
+    def end(self, window: Window) -> None:
+        """Learn from a window and complete its report."""
+        report = window.report
+        report.candidates = len(self._candidates())
+        if window.discovering:
+            self._learn(window)
+        elif "torch._dynamo" in sys.modules and not self._uncompiled:
+            self._compare(window)
+        report.unseen.update({n: r for n, r in self.plan.unseen.items() if n not in report.seen})
+        report.idle = self.plan.idle
+        for name in (*report.lost, *report.opaque):
+            report.unseen.pop(name, None)
+
+    def _learn(self, window: Window) -> None:
+        report = window.report
+        if report.errors and not report.seen:
+            return
+        found_again = self._missing & set(report.seen)
+        if found_again:
+            report.opaque.update(dict.fromkeys(sorted(found_again), _HIDDEN))
+            self._uncompiled = self._compiled == "force_eager"
+        self._missing.clear()
+        self.plan.learn(window.order)
+        ran = [name for name in self._candidates() if name in window.ran_modules]
+        covered = {*report.seen, *report.lost, *report.opaque, *report.skipped, *self.plan.heads}
+        unseen = [name for name in _innermost(ran) if not _covered(name, covered)]
+        self.plan.unseen = dict.fromkeys(unseen, _NOT_COMPUTED)
+        self.plan.idle = tuple(
+            n for n in _innermost(self._candidates()) if n not in window.ran_modules
+        )
+        # A window in which the model did not run teaches nothing.
+        self._discovered = bool(window.ran_modules or report.seen)
+
+    def _compare(self, window: Window) -> None:
+        report = window.report
+        if any("compiled code" in reason for reason in report.lost.values()) or not report.reliable:
+            self._uncompiled = self._compiled == "force_eager"
+        missing = self.plan.names - set(report.seen) - set(report.skipped)
+        if not missing or not report.seen and not report.lost and not window.ran_modules:
+            return
+        if self._compiled == "force_eager" and self._rediscoveries < _REDISCOVERIES:
+            self._rediscoveries += 1
+            self._missing = missing
+            self._discovered = False
+            report.opaque.update(dict.fromkeys(sorted(missing), _ABSENT))
+
+    def _candidates(self) -> list[str]:
+        """Names of modules that own parameters and whose class name looks like attention."""
+        return [
+            name
+            for name, module in self.owners.modules.items()
+            if _LOOKS_LIKE_ATTENTION.search(kind := type(module).__name__)
+            or (self._pattern is not None and fnmatch.fnmatch(kind, self._pattern))
+        ]
+
+
+def _innermost(names: Iterable[str]) -> Iterator[str]:
+    listed = list(names)
+    for name in listed:
+        if not any(other.startswith(f"{name}.") for other in listed):
+            yield name
+
+
+def _covered(name: str, seen: Iterable[str]) -> bool:
+    """An attention module counts as seen if it, a part of it, or what it is a part of was seen."""
+    owners = [other.split("#")[0] for other in seen]
+    return any(
+        owner == name or owner.startswith(f"{name}.") or name.startswith(f"{owner}.")
+        for owner in owners
+    )

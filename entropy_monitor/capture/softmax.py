@@ -1,0 +1,336 @@
+"""Attention that is written out: softmax over scores q k^T, whose result multiplies values.
+
+Hugging Face's eager attention, nn.MultiheadAttention with weights, timm unfused, hand-written modules,
+and F.scaled_dot_product_attention where it falls back to plain operations (dropout on a CPU). A
+tensor is followed from a batched matrix product through element-wise operations and views to a
+softmax, and from there to the matrix product that contracts its keys. Only then is it attention: a
+router's softmax does not come from a batched product, a linear attention's does not contract keys.
+
+The softmax input is handed over when the values are multiplied, so it lives a little longer than it
+would; if the model wrote into it in between, the call is reported as lost instead.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entropy_monitor.calls import masked_below
+from entropy_monitor.capture import layout
+from entropy_monitor.capture.layout import Axes
+from entropy_monitor.capture.seen import Found, Lost, Seen
+
+aten = torch.ops.aten
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Found | None]
+"""Called after an operation with (operation, args, kwargs, result)."""
+
+FILL_AT_MOST = -1e4
+"""A constant written into scores is a mask if it is at most this: BERT and CTRL used -1e4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Softmaxed:
+    """The input of a softmax, kept until its result meets the values."""
+
+    logits: Tensor
+    axes: Axes
+    version: int | None
+    virtual_columns: int
+    masked_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What is known of one tensor between q k^T and the product with V.
+
+    Attributes:
+        axes: Letters of its axes, see `layout`.
+        softmax: None for scores, the softmax it went through for weights.
+        virtual_columns: Columns appended to the keys (learned sinks).
+        fill: Largest constant that was written into the scores as a mask.
+        narrow: finfo.min of the narrowest type the scores have had.
+    """
+
+    axes: Axes
+    softmax: Softmaxed | None = None
+    virtual_columns: int = 0
+    fill: float | None = None
+    narrow: float = -float("inf")
+
+
+class SoftmaxWay:
+    """Follows scores through operations; one per hub, forgets everything when a window closes."""
+
+    def __init__(self) -> None:
+        self._traces: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
+        self._handlers: dict[Any, Handler] = {
+            aten.bmm.default: self._product,
+            aten.mm.default: self._product,
+            aten.baddbmm.default: self._biased_product,
+            aten._softmax.default: self._softmax,
+            aten._safe_softmax.default: self._softmax,
+            aten._masked_softmax.default: self._masked_softmax,
+            aten.cat.default: self._cat,
+            aten.masked_fill.Scalar: self._fill,
+            aten.masked_fill.Tensor: self._fill,
+            aten.masked_fill_.Scalar: self._fill,
+            aten.masked_fill_.Tensor: self._fill,
+            aten.where.self: self._where,
+            aten.where.ScalarOther: self._where,
+            aten.where.ScalarSelf: self._where,
+            aten._to_copy.default: self._pointwise,
+            aten.native_dropout.default: self._dropout,
+            aten.constant_pad_nd.default: self._pad,
+            aten.convolution.default: self._convolution,
+            **dict.fromkeys(_VIEWS, self._view),
+        }
+
+    def handler(self, op: Any) -> Handler | None:
+        """What to call after this operation; None if it does not matter."""
+        known = self._handlers.get(op)
+        if known is not None:
+            return known
+        if torch.Tag.pointwise in getattr(op, "tags", ()):
+            return self._pointwise
+        return None
+
+    def forget(self) -> None:
+        """Drop everything that is followed."""
+        self._traces.clear()
+
+    # Following ---------------------------------------------------------------------------------
+
+    def _get(self, value: Any) -> Trace | None:
+        entry = self._traces.get(id(value))
+        return entry[1] if entry is not None and entry[0]() is value else None
+
+    def _set(self, tensor: Tensor, trace: Trace | None) -> None:
+        if trace is not None and len(trace.axes) == tensor.ndim:
+            self._traces[id(tensor)] = (weakref.ref(tensor), trace)
+
+    def _sweep(self) -> None:
+        if len(self._traces) > 64:
+            self._traces = {n: e for n, e in self._traces.items() if e[0]() is not None}
+
+    def _pointwise(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not self._traces or not isinstance(out, Tensor):
+            return
+        for value in args:
+            trace = self._get(value)
+            # An operand that is broadcast (a bias) says nothing about the axes of the result.
+            if trace is not None and value.shape == out.shape:
+                if out is not value:
+                    self._set(out, self._narrowed(trace, out, op, args))
+                return
+
+    def _narrowed(self, trace: Trace, out: Tensor, op: Any, args: tuple[Any, ...]) -> Trace:
+        if trace.softmax is not None or not out.is_floating_point():
+            return trace
+        lowest = torch.finfo(out.dtype).min
+        fill = trace.fill
+        if fill is not None and op in _SCALINGS and isinstance(args[1], int | float):
+            fill = fill / args[1] if op is aten.div.Tensor else fill * args[1]
+        if lowest > trace.narrow or fill != trace.fill:
+            return replace(trace, narrow=max(lowest, trace.narrow), fill=fill)
+        return trace
+
+    def _view(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not self._traces:
+            return
+        trace = self._get(args[0])
+        if trace is None or not isinstance(out, Tensor) or out is args[0]:
+            return
+        axes = _VIEWS[op](trace.axes, args, out)
+        if axes is not None:
+            self._set(out, trace if axes == trace.axes else replace(trace, axes=axes))
+
+    def _dropout(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._pointwise(op, args, kwargs, out[0])
+
+    def _fill(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        trace = self._get(args[0])
+        if trace is not None and out.shape == args[0].shape:
+            self._set(out, _filled(trace, args[2]))
+
+    def _where(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        for value, other in ((args[1], args[2]), (args[2], args[1])):
+            trace = self._get(value)
+            if trace is not None and value.shape == out.shape:
+                self._set(out, _filled(trace, other))
+                return
+
+    def _cat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not self._traces:
+            return
+        parts = args[0]
+        axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        traced = [(part, trace) for part in parts if (trace := self._get(part)) is not None]
+        if len(traced) != 1 or traced[0][0] is not parts[0]:
+            return
+        scores, trace = traced[0]
+        if trace.axes[axis] == "k" and trace.softmax is None:
+            more = out.shape[axis] - scores.shape[axis]
+            self._set(out, replace(trace, virtual_columns=trace.virtual_columns + more))
+
+    def _pad(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        # Weights of real keys padded with zeros, or scores padded with a mask: axes stay, but the
+        # padded columns would count as keys where nothing masks them.
+        trace = self._get(args[0])
+        if trace is not None and trace.softmax is not None:
+            self._set(out, trace)
+
+    def _convolution(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        # Talking heads: a 1 x 1 convolution mixes the heads and leaves queries and keys alone.
+        trace = self._get(args[0])
+        if (
+            trace is not None
+            and out.shape[2:] == args[0].shape[2:]
+            and args[1].shape[2:].numel() == 1
+        ):
+            self._set(out, trace)
+
+    # The three events ---------------------------------------------------------------------------
+
+    def _product(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Found | None:
+        first, second = args[0], args[1]
+        if self._traces:
+            for operand, axis in ((first, -1), (second, -2)):
+                trace = self._get(operand)
+                if trace is not None and trace.softmax is not None and trace.axes[axis] == "k":
+                    return self._found(trace.softmax)
+        # A linear layer is a plain product with a parameter; scores are not.
+        if op is aten.mm.default and (_is_parameter(first) or _is_parameter(second)):
+            return None
+        self._start(out)
+        return None
+
+    def _biased_product(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Found | None:
+        return self._product(op, args[1:], kwargs, out)
+
+    def _start(self, out: Tensor) -> None:
+        self._sweep()
+        axes: Axes = ("g", "q", "k") if out.ndim == 3 else ("q", "k")
+        narrow = torch.finfo(out.dtype).min if out.is_floating_point() else -float("inf")
+        self._set(out, Trace(axes=axes, narrow=narrow))
+
+    def _softmax(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._weigh(args[0], args[0], args[1], out)
+
+    def _masked_softmax(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        scores, hidden = args[0], args[1]
+        axis = args[2] if len(args) > 2 and args[2] is not None else -1
+        if self._get(scores) is not None and hidden.ndim <= scores.ndim:
+            if hidden.ndim == 2 and scores.ndim == 4 and hidden.shape[0] == scores.shape[0]:
+                hidden = hidden[:, None, None, :]
+            self._weigh(scores, scores.masked_fill(hidden.bool(), -torch.inf), axis, out)
+
+    def _weigh(self, scores: Tensor, logits: Tensor, axis: int, out: Tensor) -> None:
+        trace = self._get(scores)
+        if trace is None or trace.softmax is not None:
+            return
+        axis %= scores.ndim
+        letter = trace.axes[axis]
+        axes = trace.axes
+        if letter == "q" and axes.count("q") == 1:
+            # Scores written as k q^T: the softmax runs over what a product calls its rows.
+            axes = tuple({"q": "k", "k": "q"}.get(a, a) for a in axes)
+        elif letter == "1" and "k" not in axes:
+            axes = (*axes[:axis], "k", *axes[axis + 1 :])
+        elif letter != "k":
+            return
+        # float16 scores may have been masked with the smallest float16 and widened afterwards.
+        lowest = max(trace.narrow, -torch.inf if trace.fill is None else trace.fill)
+        # Below that every reader of logits takes entries as masked anyway.
+        masked_at = lowest if lowest > 2 * masked_below(scores.dtype) else None
+        known = Softmaxed(
+            logits=logits,
+            axes=axes,
+            version=_version(logits),
+            virtual_columns=trace.virtual_columns,
+            masked_at=masked_at,
+        )
+        self._set(out, Trace(axes=axes, softmax=known))
+
+    def _found(self, softmax: Softmaxed) -> Found:
+        logits = softmax.logits
+        if softmax.version != _version(logits):
+            return Lost(
+                "the input of the softmax was overwritten before the values were multiplied"
+            )
+        if softmax.masked_at is not None:
+            logits = logits.masked_fill(logits <= softmax.masked_at / 2, -torch.inf)
+        return Seen(
+            way="softmax",
+            logits=logits,
+            axes=softmax.axes,
+            virtual_columns=softmax.virtual_columns,
+        )
+
+
+def _filled(trace: Trace, value: Any) -> Trace:
+    """Remember a constant that hides scores, so that -1e9 counts as masked like -inf does."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.device.type != "cpu":
+            return trace
+        value = value.item()
+    if trace.softmax is not None or not -torch.inf < value <= FILL_AT_MOST:
+        return trace
+    return replace(trace, fill=max(float(value), -torch.inf if trace.fill is None else trace.fill))
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    if tensor.is_inference():
+        return True  # keeps no track of its base; an unbatched single head is not seen there
+    base = tensor._base if tensor._base is not None else tensor
+    return isinstance(base, torch.nn.Parameter)
+
+
+_SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+
+
+def _reshaped(axes: Axes, args: Sequence[Any], out: Tensor) -> Axes | None:
+    return layout.reshaped(axes, tuple(args[0].shape), tuple(out.shape))
+
+
+def _same(axes: Axes, args: Sequence[Any], out: Tensor) -> Axes | None:
+    return axes if out.ndim == len(axes) else None
+
+
+_VIEWS: dict[Any, Callable[[Axes, Sequence[Any], Tensor], Axes | None]] = {
+    aten.view.default: _reshaped,
+    aten._unsafe_view.default: _reshaped,
+    aten._reshape_alias.default: _reshaped,
+    aten.squeeze.default: _reshaped,
+    aten.squeeze.dim: _reshaped,
+    aten.squeeze.dims: _reshaped,
+    aten.permute.default: lambda axes, args, out: layout.permuted(axes, args[1]),
+    aten.transpose.int: lambda axes, args, out: layout.transposed(axes, args[1], args[2]),
+    aten.t.default: lambda axes, args, out: axes[::-1],
+    aten.unsqueeze.default: lambda axes, args, out: layout.inserted(axes, args[1]),
+    aten.select.int: lambda axes, args, out: (
+        None if axes[args[1]] == "k" else layout.removed(axes, args[1])
+    ),
+    aten.expand.default: lambda axes, args, out: layout.expanded(axes, out.shape),
+    aten.slice.Tensor: _same,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.clone.default: _same,
+    aten.contiguous.default: _same,
+    aten.lift_fresh.default: _same,
+}
