@@ -1,6 +1,7 @@
 """`AlertEngine`: records in, alerts out. numpy only; the same engine runs in training and in `scan`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,9 +110,8 @@ class AlertEngine:
             min_rows=self.policy.min_rows,
             min_content=self.policy.min_content,
         )
-        channels, _ = self._align(as_table(change or {}))
-        view = self._memory.look(reading, frozen=self._events["collapse"].open, channels=channels)
-        alerts = self._judge(view)
+        view = self._memory.look(reading, frozen=self._events["collapse"].open)
+        alerts = [_with_change(alert, change) for alert in self._judge(view)]
         rank = SEVERITIES.index(self.policy.report)
         return [alert for alert in alerts if SEVERITIES.index(alert.severity) >= rank]
 
@@ -150,7 +150,7 @@ class AlertEngine:
             min_rows=0.0,
             min_content=0.0,
         )
-        view = Memory(self.policy).look(reading, frozen=False, channels={})
+        view = Memory(self.policy).look(reading, frozen=False)
         alerts: list[Alert] = []
         if self.policy.no_attention.enabled:
             self._turn(alerts, view, "no_attention", no_attention.blind(view).on, "warn")
@@ -252,13 +252,7 @@ class AlertEngine:
         """A sink note becomes `both` once the content explains its part of the fall; that is reported once."""
         if not active.any():
             return turn
-        parts = notes.sink_split(view, pick(active, view.log_spread, view.layout))
-        share = parts.share("content") if parts is not None else None
-        kind = (
-            "both"
-            if share is not None and share >= self.policy.sink_growth.content_share
-            else "sink_growth"
-        )
+        kind = notes.sink_kind(view, pick(active, view.log_spread, view.layout))
         if turn in ("opened", "spread"):
             self._note = kind
         elif turn is None and self._note == "sink_growth" and kind == "both":
@@ -322,3 +316,14 @@ class AlertEngine:
         for name, event in state["events"].items():
             self._events[name].load_state_dict(event)
         self._note, self._pattern = state["note"], state["pattern"]
+
+
+def _with_change(alert: Alert, change: Mapping[str, Any] | None) -> Alert:
+    if not change or not alert.message or alert.evidence.get("cleared"):
+        return alert
+    means = {
+        name: float(np.nanmean(array))
+        for name, array in as_table(change).items()
+        if np.isfinite(array).any()
+    }
+    return replace(alert, evidence={**alert.evidence, "change_since_baseline": means})

@@ -11,20 +11,21 @@ from entropy_monitor.alerts.view import Condition, View
 
 
 def growth(view: View) -> Condition:
-    """The kap of a model's median head at least doubled against its slow average, past freezing, with J falling."""
+    """The median head's kap multiplied against its slow average, past freezing, with J falling."""
     rule, policy = view.policy.logit_growth, view.policy
-    full = policy.concentration.full_group
     evenness, log_spread = view.reliable
-    on, keep = view.nothing(), view.nothing()
-    past = log_spread - view.log_spread_before > np.log(rule.factor)
-    far = (log_spread > np.log(max(rule.spread, 1e-9))) & (evenness < rule.evenness)
-    fell = evenness < rule.fall * view.evenness_before
-    first = view.reading.members[0] >= full
-    on[0] = bool(view.settled and view.same_length and first and (past & far & fell)[0])
-    keep[0] = bool(
-        view.log_spread[0] > np.log(max(rule.spread / policy.margin, 1e-9))
-        and view.evenness[0] < min(1.0, policy.margin * rule.evenness)
-    )
+    first = 1 + view.layout.layers
+    spread = np.log(view.by_level(rule.spread_model, rule.spread_layer, np.inf))
+    even = view.by_level(rule.evenness_model, rule.evenness_layer, 0.0)
+    group = view.reading.members >= policy.concentration.full_group
+    group[first:] = False
+    with np.errstate(invalid="ignore"):
+        past = log_spread - view.log_spread_before > np.log(rule.factor)
+        on = group & past & (log_spread > spread) & (evenness < even)
+        keep = group & (view.log_spread > spread - np.log(policy.margin))
+        keep &= view.evenness < policy.margin * even
+    if not (view.settled and view.same_length):
+        on = view.nothing()
     return Condition(name="growth", on=on, keep=keep, persist=policy.persist)
 
 

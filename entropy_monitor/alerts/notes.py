@@ -13,26 +13,34 @@ from entropy_monitor.alerts.wording import advice, heads_of, nats, number, place
 
 
 def sink_split(view: View, group: int) -> Split | None:
-    """What the fall of entropy is made of since the reference with the lower sink mass."""
-    return split(sink_reference(view), view.now, heads_of(view, group) & view.reading.measured)
+    """What the change of entropy since the onset of sink growth is made of."""
+    return split(view.onset, view.now, heads_of(view, group) & view.reading.measured)
 
 
-def sink_reference(view: View) -> dict[str, Any]:
-    """The baseline or the first record, whichever had the smaller sink."""
-    start, base = dict(view.start), dict(view.base)
-    if "sink_mass" in base and _average(base["sink_mass"]) <= _average(start["sink_mass"]):
-        return base
-    return start
+def sink_kind(view: View, group: int) -> str:
+    """`both` where the content took its share of the fall and grew less even, else `sink_growth`."""
+    rule = view.policy.sink_growth
+    parts = sink_split(view, group)
+    if parts is None or "content_evenness" not in view.now:
+        return "sink_growth"
+    share = parts.share("content")
+    inside = heads_of(view, group) & view.reading.measured
+    fall = view.onset["content_evenness"] - view.now["content_evenness"]
+    both = share is not None and share >= rule.content_share
+    return "both" if both and _average(fall[inside]) > rule.content_fall else "sink_growth"
 
 
 def sink(view: View, group: int, kind: str) -> tuple[str, dict[str, Any]]:
     """The text of `sink_growth` and of `both` as a note."""
     where, _, _ = place_name(view, group)
     inside = heads_of(view, group) & view.reading.measured
-    was = _average(np.where(inside, sink_reference(view)["sink_mass"], np.nan))
+    was = _average(np.where(inside, view.onset["sink_mass"], np.nan))
     now = _average(np.where(inside, view.now["sink_mass"], np.nan))
     evidence: dict[str, Any] = {"sink_mass": now, "sink_mass_before": was}
-    facts = [f"sink mass {number(was)} -> {number(now)}"]
+    since = view.onset_step if group == 0 else view.onset_step[group - 1 : group]
+    steps = max(int(view.reading.step - float(np.median(since))), 0)
+    evidence["steps"] = steps
+    facts = [f"sink mass {number(was)} -> {number(now)} in {steps} steps"]
     if "content_evenness" in view.now:
         evidence["evenness"] = _average(np.where(inside, view.now["content_evenness"], np.nan))
         facts.append(f"evenness of the content {number(evidence['evenness'])}")

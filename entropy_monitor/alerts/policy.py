@@ -92,27 +92,31 @@ class LogitGrowthRule:
 
     Attributes:
         enabled: Whether the rule runs.
-        factor: kap of the median head grew by this factor over its slow average...
-        spread: ...and has passed this value...
-        evenness: ...while J has fallen below this...
-        fall: ...and below this share of its slow average.
+        factor: kap of the median head (of the model, of a layer) grew by this factor over its slow
+            average...
+        spread_model: ...and has passed this value...
+        evenness_model: ...while J has fallen below this.
+        spread_layer: The same for a layer.
+        evenness_layer: The same for a layer.
         max_logit: A fixed bound on any head's largest logit, as QK-clip uses (100); ``None``: no
             such bound. It depends on the size of the model and misses a bad initialisation, so the
             default is free of scale.
     """
 
     enabled: bool = True
-    factor: float = 2.0
-    spread: float = 1.2
-    evenness: float = 0.6
-    fall: float = 0.8
+    factor: float = 2.5
+    spread_model: float = 1.5
+    evenness_model: float = 0.5
+    spread_layer: float = 3.0
+    evenness_layer: float = 0.4
     max_logit: float | None = None
 
     def __post_init__(self) -> None:
         _check(self, "factor", 1.0)
-        _check(self, "spread", 0.0)
-        _check(self, "evenness", 0.0, 1.0)
-        _check(self, "fall", 0.0, 1.0)
+        for name in ("spread_model", "spread_layer"):
+            _check(self, name, 0.0)
+        for name in ("evenness_model", "evenness_layer"):
+            _check(self, name, 0.0, 1.0)
         if self.max_logit is not None:
             _check(self, "max_logit", 0.0)
 
@@ -130,12 +134,13 @@ class SinkGrowthRule:
     """
 
     enabled: bool = True
-    rise_model: float = 0.15
-    rise_layer: float = 0.25
+    rise_model: float = 0.10
+    rise_layer: float = 0.15
     content_share: float = 0.25
+    content_fall: float = 0.15
 
     def __post_init__(self) -> None:
-        for name in ("rise_model", "rise_layer", "content_share"):
+        for name in ("rise_model", "rise_layer", "content_share", "content_fall"):
             _check(self, name, 0.0, 1.0)
 
 
@@ -212,7 +217,6 @@ class AlertPolicy:
 
     Attributes:
         warmup: Steps after the first record in which rules that compare with the past stay silent.
-        baseline: Steps after the warm-up that are averaged into the frozen baseline.
         smoothing: Time constant of the fast average that is judged; records further apart are
             judged as they are.
         memory: Time constant of the slow average that is compared with. It stands still during an
@@ -247,7 +251,6 @@ class AlertPolicy:
     """
 
     warmup: float = 150.0
-    baseline: float = 100.0
     smoothing: float = 15.0
     memory: float = 150.0
     persist: float = 20.0
@@ -268,7 +271,7 @@ class AlertPolicy:
     no_attention: NoAttentionRule = field(default_factory=NoAttentionRule)
 
     def __post_init__(self) -> None:
-        for name in ("warmup", "baseline", "persist", "abrupt", "clear", "cooldown", "min_rows"):
+        for name in ("warmup", "persist", "abrupt", "clear", "cooldown", "min_rows"):
             _check(self, name, 0.0)
         for name in ("smoothing", "memory"):
             _check(self, name, 1e-9)

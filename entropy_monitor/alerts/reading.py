@@ -241,3 +241,11 @@ def _group_error(heads: Array, members: Array) -> Array:
 def _mean(values: Array) -> float:
     kept = values[np.isfinite(values)]
     return float(kept.mean()) if kept.size else float("nan")
+
+
+def head_means(heads: Array) -> Array:
+    """Mean of each layer over its measured heads, ``(L,)``; NaN where none is."""
+    seen = np.isfinite(heads)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means: Array = np.where(seen, heads, 0.0).sum(axis=1) / seen.sum(axis=1)
+    return means

@@ -1,7 +1,7 @@
 """`View`: what a rule may look at, i.e. a record, its averages and what they are compared with; and `Condition`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 
@@ -28,15 +28,12 @@ class View:
         weight: Weight of this record in the fast average, per group.
         now: Fast averages per head, by statistic.
         before: Slow averages per head, by statistic.
-        start: The first record, by statistic.
-        base: The frozen baseline, by statistic; empty until it is complete.
-        base_steps: First and last step of the baseline.
+        onset: Fast averages at the record where each layer's sink last was near its lowest.
+        onset_step: Step of that record, per layer.
         structure: Largest slow average of 1 - J that a head has had.
-        since: Steps since the first record.
+        usual_support: Slow average of the number of content keys.
         settled: Whether the warm-up is over.
         same_length: Whether the number of visible keys is what it was.
-        channels: Change of entropy since the baseline by channel, where the caller measured it,
-            ``(L, H)`` each.
     """
 
     reading: Reading
@@ -50,14 +47,12 @@ class View:
     weight: float | Array
     now: Mapping[str, Array]
     before: Mapping[str, Array]
-    start: Mapping[str, Array]
-    base: Mapping[str, Array]
-    base_steps: tuple[float, float]
+    onset: Mapping[str, Array]
+    onset_step: Array
     structure: Array
-    since: float
+    usual_support: float
     settled: bool
     same_length: bool
-    channels: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
