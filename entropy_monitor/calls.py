@@ -108,7 +108,9 @@ class AttentionCall:
         for name, tensor in (("query", self.query), ("key", self.key)):
             _check_floating(name, tensor)
         if self.virtual_columns:
-            raise ValueError("`virtual_columns` belongs to `logits`; use `sink_logits` with `query`.")
+            raise ValueError(
+                "`virtual_columns` belongs to `logits`; use `sink_logits` with `query`."
+            )
         q, k = tuple(self.query.shape), tuple(self.key.shape)
         if q[0] != k[0] or q[3] != k[3]:
             raise ValueError(
@@ -280,7 +282,9 @@ def _draw_rows(
         generator.manual_seed(1_000_003 * slot + t_q)
         uniform = torch.rand(count, dtype=torch.float64, generator=generator, device="cpu")
         drawn.append(torch.cat([head, low + (uniform * length).long()]))
-    weights = torch.cat([torch.ones(exact_first, dtype=torch.float64, device="cpu"), length.double()])
+    weights = torch.cat(
+        [torch.ones(exact_first, dtype=torch.float64, device="cpu"), length.double()]
+    )
     return torch.stack(drawn), weights.expand(batch, -1)
 
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from entropy_monitor._support import Support
-from entropy_monitor._sweep import Sweep
-from entropy_monitor._tiles import RowSums
+from entropy_monitor._sinks import SinkRule
+from entropy_monitor._support import HIDDEN, Support
+from entropy_monitor._sweep import RowSums, Sweep
 from entropy_monitor.calls import AttentionCall, RowKind, SinkSpec
 
 __all__ = ["RowKind", "RowStatistics", "measure_call", "row_statistics"]
@@ -121,10 +122,9 @@ def measure_call(
             )
         weights = weights.reshape(-1, n_rows).to(device=call.device, dtype=dtype)
     with torch.autocast(call.device.type, enabled=False):
-        support = Support(call, sink, dtype)
-        sweep = Sweep(call, support, rows, weights)
-        sweep.run()
-        return _finish(sweep, support, rows, weights)
+        support = Support(call, dtype)
+        sweep = Sweep(call, support, SinkRule(support, sink), rows, weights)
+        return _finish(sweep, sweep.run(), rows)
 
 
 def row_statistics(
@@ -196,76 +196,128 @@ def _check_rows(rows: Tensor, batch: int, t_q: int) -> Tensor:
     rows = rows.cpu().long()
     low, high = int(rows.min()), int(rows.max())
     if low < 0 or high >= t_q:
-        raise ValueError(f"`rows` must be query indices in [0, {t_q}), got {low if low < 0 else high}.")
+        raise ValueError(
+            f"`rows` must be query indices in [0, {t_q}), got {low if low < 0 else high}."
+        )
     return rows.expand(batch, -1)
 
 
-def _finish(
-    sweep: Sweep, support: Support, rows: Tensor | None, weights: Tensor
-) -> RowStatistics:
+def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     """Sums -> statistics, for all rows at once."""
-    sums = sweep.sums
     m = sums.content
-    has_sink = sums.sink_top > -torch.inf
-    kind = _kinds(sums, has_sink)
+    top = torch.where(m >= 1, sums.top, -torch.inf)
+    log_mass = sums.mass.log()
+    sink_top, sink_lse, sigma, sink_entropy = _sink(sums)
+    has_sink = sink_top > -torch.inf
+    kind = _kinds(sums, top, sink_top, has_sink)
     seen = (kind != RowKind.EMPTY) & (kind != RowKind.NONFINITE)
     content = seen & (m >= 1)  # a content composition exists
     counted = content & (m >= 2)
     both = content & has_sink
+    size = m.clamp(min=1).to(top.dtype)
 
-    def where(condition: Tensor, value: Tensor) -> Tensor:
-        return torch.where(condition, value, 0.0)
-
-    size = m.clamp(min=1).to(sums.top.dtype)
-    log_odds = where(both, sums.log_odds)
+    # sink_lse is relative to sink_top: no two large numbers are subtracted after being rounded.
+    log_odds = torch.where(both, (sink_top - sums.top) + sink_lse - log_mass, 0.0)
     only_sink = (seen & has_sink & ~content).to(size.dtype)
-    sink_mass = where(both, torch.sigmoid(log_odds)) + only_sink
+    sink_mass = torch.where(both, torch.sigmoid(log_odds), only_sink)
     content_mass = torch.where(both, torch.sigmoid(-log_odds), content.to(size.dtype))
-    log_s, log_c = torch.nn.functional.logsigmoid(log_odds), torch.nn.functional.logsigmoid(-log_odds)
-    binary_entropy = where(both, -sink_mass * log_s - content_mass * log_c)
-    content_entropy = where(counted, sums.mass.log() - sums.drop / sums.mass)
-    sink_entropy = where(seen & has_sink, sums.sink_entropy)
+    # logsigmoid, since softplus gives up at 20.
+    log_s, log_c = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
+    binary_entropy = torch.where(both, -sink_mass * log_s - content_mass * log_c, 0.0)
+    content_entropy = torch.where(counted, log_mass - sums.drop / sums.mass, 0.0)
+    sink_entropy = torch.where(seen & has_sink, sink_entropy, 0.0)
+    total_entropy = binary_entropy + sink_mass * sink_entropy + content_mass * content_entropy
     log_size = size.log()
+    evenness = (content_entropy / torch.where(counted, log_size, 1.0)).clamp_(max=1.0)
+    concentration = torch.where(counted, log_size - content_entropy, 0.0).clamp_(min=0.0)
     mean = sums.first / size
-    variance = (sums.second / size - mean.square()).clamp_(min=0.0)
-    top = torch.maximum(torch.where(m >= 1, sums.top, -torch.inf), sums.sink_top)
+    variance = (sums.norm.square() / size - mean.square()).clamp_(min=0.0)
 
-    weight = (weights[:, None] * counted).sum(-1)
-    mass, column = (sweep.columns / weight.clamp(min=torch.finfo(size.dtype).tiny)[..., None]).max(-1)
-    any_counted = weight > 0
-    column = torch.where(any_counted, column, 0)
-    is_sink = sweep.is_sink.gather(-1, column[..., None])[..., 0] & any_counted
-
+    column, column_mass, is_sink = _best_column(sweep, sums, sink_mass, sigma, counted)
     if rows is None:
-        index = torch.arange(support.t_q, device=support.device).expand(support.batch, -1)
+        index = torch.arange(m.shape[2], device=m.device).expand(m.shape[0], -1)
     else:
-        index = rows.to(support.device)
+        index = rows.to(m.device)
     return RowStatistics(
         sink_mass=sink_mass,
         content_mass=content_mass,
         log_odds=log_odds,
         binary_entropy=binary_entropy,
         content_entropy=content_entropy,
-        total_entropy=binary_entropy + sink_mass * sink_entropy + content_mass * content_entropy,
+        total_entropy=total_entropy,
         sink_entropy=sink_entropy,
-        evenness=where(counted, content_entropy / torch.where(counted, log_size, 1.0)),
-        concentration=where(counted, log_size - content_entropy),
-        max_logit=where(seen, top),
-        logit_spread=where(counted, variance.sqrt()),
-        logit_range=where(counted, -mean),
-        support=torch.where(kind == RowKind.EMPTY, 0, m),
+        evenness=evenness,
+        concentration=concentration,
+        max_logit=torch.where(seen, torch.maximum(top, sink_top), 0.0),
+        logit_spread=torch.where(counted, variance.sqrt(), 0.0),
+        logit_range=torch.where(counted, -mean, 0.0),
+        support=torch.where(kind == RowKind.EMPTY, 0, m).to(torch.int32),
         kind=kind,
         rows=index,
         best_column=column,
-        best_column_mass=where(any_counted, mass),
+        best_column_mass=column_mass,
         best_column_is_sink=is_sink,
     )
 
 
-def _kinds(sums: RowSums, has_sink: Tensor) -> Tensor:
+def _sink(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(max over S of l, LSE of S minus that, sigma, H(sigma)); -inf and zeros without a sink."""
+    logits = sums.sink_logits
+    if logits is None:
+        none = torch.full_like(sums.top, -torch.inf)
+        zero = torch.zeros_like(none)
+        return none, zero, zero[..., None], zero
+    if logits.shape[-1] == 1:
+        zero = torch.zeros_like(sums.top)
+        return logits[..., 0], zero, torch.ones_like(logits), zero
+    top = logits.amax(-1, keepdim=True)
+    gap = (logits - top.clamp(min=HIDDEN)).clamp_(min=HIDDEN)
+    weight = gap.exp()
+    total = weight.sum(-1, keepdim=True)
+    sigma = weight / total.clamp(min=torch.finfo(total.dtype).tiny)
+    lse = total.log()
+    entropy = lse - (sigma * gap).sum(-1, keepdim=True)
+    absent = top == -torch.inf
+    lse, entropy = lse.masked_fill(absent, 0.0), entropy.masked_fill(absent, 0.0)
+    return top[..., 0], lse[..., 0], sigma, entropy[..., 0]
+
+
+def _kinds(sums: RowSums, top: Tensor, sink_top: Tensor, has_sink: Tensor) -> Tensor:
     """Kind of each row, the kinds of higher priority written last."""
+    content = sums.content
     kind = torch.where(has_sink, int(RowKind.VALID), int(RowKind.NO_SINK)).to(torch.uint8)
-    kind.masked_fill_(sums.content == 1, RowKind.TRIVIAL)
-    kind.masked_fill_(sums.content == 0, RowKind.NO_CONTENT)
-    kind.masked_fill_(~sums.finite, RowKind.NONFINITE)
-    return kind.masked_fill_(sums.visible == 0, RowKind.EMPTY)
+    kind.masked_fill_(content == 1, int(RowKind.TRIVIAL))
+    kind.masked_fill_(content == 0, int(RowKind.NO_CONTENT))
+    # A row without content holds sums of garbage: there only the sink can be non-finite.
+    good = (torch.isfinite(sums.norm) & torch.isfinite(top)) | (content == 0)
+    good &= sink_top < torch.inf
+    if sums.sink_valid is not None and sums.sink_logits is not None:
+        # A visible sink key at -inf is a product that overflowed, not an absent sink.
+        keys = sums.sink_logits[..., : sums.sink_valid.shape[-1]]
+        good &= ~(sums.sink_valid & ~torch.isfinite(keys)).any(-1)
+    kind.masked_fill_(~good, int(RowKind.NONFINITE))
+    return kind.masked_fill_(sums.visible == 0, int(RowKind.EMPTY))
+
+
+def _best_column(
+    sweep: Sweep, sums: RowSums, sink_mass: Tensor, sigma: Tensor, counted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(key, its mean mass, whether it is a sink) of each head. Learned sinks are no keys."""
+    columns = sweep.columns[:, :, 0]
+    weight = sweep.weights * counted
+    is_sink = None
+    if sums.sink_columns is not None and sums.sink_valid is not None:
+        hit = sums.sink_valid & counted[..., None]
+        mass = (weight * sink_mass)[..., None] * sigma[..., : hit.shape[-1]]
+        mass = torch.where(hit, mass, 0.0)
+        index = sums.sink_columns.flatten(2)
+        columns = columns.scatter_add(-1, index, mass.flatten(2))
+        is_sink = torch.zeros_like(columns).scatter_add_(-1, index, hit.flatten(2).to(mass.dtype))
+    total = weight.sum(-1)
+    top, column = columns.max(-1)
+    any_counted = total > 0
+    top = torch.where(any_counted, top / torch.where(any_counted, total, 1.0), 0.0)
+    column = torch.where(any_counted, column, 0)
+    if is_sink is None:
+        return column, top, torch.zeros_like(any_counted)
+    return column, top, (is_sink.gather(-1, column[..., None])[..., 0] > 0) & any_counted

@@ -82,9 +82,17 @@ def reference_row_statistics(
         diagonal = np.einsum("bhii->bhi", visible)
         padded = ~diagonal & diagonal.any(-1, keepdims=True)
 
-    chosen = np.arange(t_q)[None].repeat(b, 0) if rows is None else np.array(rows).reshape(-1, np.shape(rows)[-1])
+    chosen = (
+        np.arange(t_q)[None].repeat(b, 0)
+        if rows is None
+        else np.array(rows).reshape(-1, np.shape(rows)[-1])
+    )
     chosen = np.broadcast_to(chosen, (b, chosen.shape[-1]))
-    weight = np.ones(chosen.shape) if weights is None else np.broadcast_to(np.array(weights, float), chosen.shape)
+    weight = (
+        np.ones(chosen.shape)
+        if weights is None
+        else np.broadcast_to(np.array(weights, float), chosen.shape)
+    )
     out = {name: np.zeros((b, h, chosen.shape[1])) for name in (*_FLOATS, "support", "kind")}
     columns, totals = np.zeros((b, h, t_k)), np.zeros((b, h))
     for i in range(b):
@@ -92,14 +100,20 @@ def reference_row_statistics(
             for slot, row in enumerate(chosen[i]):
                 in_sink = _sink_of_row(sink, i, row, visible[i, j], unwindowed[i, j], square)
                 values, p = _one_row(
-                    full[i, j, row], visible[i, j, row], in_sink, virtual[i, j, row], bool(padded[i, j, row])
+                    full[i, j, row],
+                    visible[i, j, row],
+                    in_sink,
+                    virtual[i, j, row],
+                    bool(padded[i, j, row]),
                 )
                 for name, value in values.items():
                     out[name][i, j, slot] = value
                 if p is not None:
                     columns[i, j] += weight[i, slot] * p
                     totals[i, j] += weight[i, slot]
-    mean = np.divide(columns, totals[..., None], out=np.zeros_like(columns), where=totals[..., None] > 0)
+    mean = np.divide(
+        columns, totals[..., None], out=np.zeros_like(columns), where=totals[..., None] > 0
+    )
     return ReferenceStatistics(
         **{name: out[name] for name in _FLOATS},
         support=out["support"].astype(int),
@@ -164,7 +178,10 @@ def _logits(
 
 
 def _virtual(
-    logits: Tensor | None, virtual_columns: int, sink_logits: Tensor | None, shape: tuple[int, int, int]
+    logits: Tensor | None,
+    virtual_columns: int,
+    sink_logits: Tensor | None,
+    shape: tuple[int, int, int],
 ) -> Any:
     parts = []
     if logits is not None and virtual_columns:
@@ -200,7 +217,9 @@ def _apply_structure(visible: Any, is_causal: bool, window: int | None) -> Any:
     return visible & allowed
 
 
-def _sink_of_row(sink: SinkSpec, i: int, row: int, visible: Any, unwindowed: Any, square: bool) -> Any:
+def _sink_of_row(
+    sink: SinkSpec, i: int, row: int, visible: Any, unwindowed: Any, square: bool
+) -> Any:
     """Bool over the keys: the sinks row `row` may have, before looking at its support."""
     chosen = np.zeros(visible.shape[-1], dtype=bool)
     if isinstance(sink, str):
@@ -246,7 +265,11 @@ def _one_row(
         "sink_entropy": _entropy(sinks) if len(sinks) else 0.0,
     }
     if m == 0:
-        return out | {"kind": RowKind.NO_CONTENT, "sink_mass": 1.0, "total_entropy": out["sink_entropy"]}, None
+        return out | {
+            "kind": RowKind.NO_CONTENT,
+            "sink_mass": 1.0,
+            "total_entropy": out["sink_entropy"],
+        }, None
     s, c, binary = 0.0, 1.0, 0.0
     if len(sinks):
         z = _lse(sinks) - _lse(content)
