@@ -1,0 +1,45 @@
+"""Every model family in every implementation: right numbers, right names, nothing changed."""
+
+import pytest
+import torch
+
+from tests.capture.helpers import assert_same_training, assert_weights, capture
+from tests.models import FAMILIES, cast, eager_weights, loss_of, tiny
+
+pytest.importorskip("transformers")
+
+CASES = [
+    (name, way)
+    for name, family in FAMILIES.items()
+    for way in family.ways
+    if way != "flex_attention"
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_statistics_equal_those_of_the_eager_weights(name: str, way: str) -> None:
+    family = FAMILIES[name]
+    model = tiny(name, way, torch.float64)
+    inputs = cast(family.inputs(), torch.float64)
+    with torch.no_grad():
+        measured, report, _ = capture(model, lambda: model(**inputs))
+    assert set(measured.stats) == set(family.names)
+    assert not (report.unseen or report.lost or report.opaque or report.skipped)
+    if way not in family.differs:  # there test_fused compares with what the kernel returned
+        assert_weights(measured, eager_weights(name))
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_training_is_the_same_bit_for_bit(name: str, way: str) -> None:
+    family = FAMILIES[name]
+    plain, watched = tiny(name, way), tiny(name, way)
+    torch.manual_seed(1)
+    expected = loss_of(plain(**family.inputs()))
+    expected.backward()
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    measured, report, loss = capture(watched, lambda: loss_of(watched(**family.inputs())))
+    loss.backward()
+    assert set(measured.stats) == set(family.names)
+    assert_same_training(plain, watched, (expected, loss))
+    assert torch.equal(torch.get_rng_state(), state)
