@@ -458,6 +458,8 @@ def _pad(influence: Array, groups: int) -> Array:
     missing = groups - influence.shape[0]
     if not missing:
         return influence
+    if not influence.shape[0]:  # no row of this layer counts
+        return np.zeros((missing, *influence.shape[1:]))
     return np.concatenate([influence, np.repeat(influence.mean(0, keepdims=True), missing, axis=0)])
 
 

@@ -178,21 +178,6 @@ class EntropyMonitor(pl.Callback):
         """Baseline, last change and writers."""
         return self._pipeline
 
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Refuse two monitors that would write under the same names."""
-        if stage != "fit":
-            return
-        twins = [
-            c
-            for c in getattr(trainer, "callbacks", [])
-            if isinstance(c, EntropyMonitor) and c is not self
-        ]
-        if any(twin.name == self.name for twin in twins):
-            raise ValueError(
-                "`name` must differ between the EntropyMonitor callbacks of a trainer; "
-                f"got {self.name!r} twice."
-            )
-
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Make the monitor and the writers of this run."""
         self._told = set()

@@ -93,7 +93,8 @@ class AttentionMonitor:
         self._step: int | None = None
         self._rank, self._world = 0, 1
         self._sink_keys: Tensor | None = None
-        self._windows = 0
+        positions = sink if isinstance(sink, Sequence) and not isinstance(sink, str) else [sink]
+        self._absent = {p for p in positions if isinstance(p, int)}
         self._told: set[str] = set()
 
     @property
@@ -142,11 +143,12 @@ class AttentionMonitor:
     def switch_off(self, error: BaseException) -> None:
         """Measure nothing from now on and say why once, or raise with ``on_error="raise"``."""
         self.enabled = False
+        self._sums, self._row_values = {}, {}  # a part of a step is not a measurement
         if self._on_error == "raise":
             raise error
         warn_once(
-        """Measure nothing from now on and say why once, or raise where errors are to raise."""
-            f"goes on ({type(error).__name__}: {error}).",
+            "entropy_monitor: switched off for the rest of the run by an error of its own; "
+            f"training goes on ({type(error).__name__}: {error}).",
             self._told,
         )
 
@@ -211,16 +213,28 @@ class AttentionMonitor:
         return sequence * self._world + self._rank
 
     def _sink_of(self, call: AttentionCall) -> Any:
+        keys = call.shape[3]
+        if isinstance(self._sink, (int, Sequence)) and not isinstance(self._sink, str):
+            # Lengths vary from batch to batch: a short one may lack a position.
+            wanted = [self._sink] if isinstance(self._sink, int) else self._sink
+            present = [position for position in wanted if -keys <= position < keys]
+            self._absent -= set(present)
+            return present or "none"
         if self._sink_keys is not None:
-            keys = self._sink_keys
             # Cross-attention looks at other tokens than the ids that were given.
-            return keys if tuple(keys.shape) == (call.shape[0], call.shape[3]) else "none"
+            fits = tuple(self._sink_keys.shape) == (call.shape[0], keys)
+            return self._sink_keys if fits else "none"
         return "first" if self._sink == "auto" else self._sink
 
     def _finish(self, report: CaptureReport) -> None:
-        self._windows += 1
         if report.errors:
             raise report.errors[0]
+        if self._absent and self._sums:
+            raise ValueError(
+                "`sink` must hold key positions of the sequences; "
+                f"got {sorted(self._absent)}, which no attention of this batch has."
+            )
+        self._absent = set()
         if self._auto is not None:
             self._auto.close_window()
         if not report.seen:
@@ -237,7 +251,7 @@ class AttentionMonitor:
             )
 
 
-def check_options(*, sink: Sink, rows: int | None, on_error: str) -> None:
+def check_options(*, sink: Any, rows: Any, on_error: Any) -> None:
     """Check the options that all front doors share.
 
     Raises:
