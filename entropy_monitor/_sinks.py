@@ -61,6 +61,13 @@ class SinkRule:
         else:
             self.width = len(self.spec) if self.table is None else self.table[0].shape[-1]
         """Number of sink columns of every block, 0 where no key can be a sink."""
+        self.static: tuple[int, ...] | None = None
+        """The columns, where they are the same for all rows of the call."""
+        if isinstance(self.spec, tuple):
+            self.static = self.spec
+        elif self.spec == "first" and not support.masked:
+            if support.call.window is None or not support.call.is_square_self:
+                self.static = (0,)
 
     def keys(
         self, pairs: Pairs, rows: Rows, block: Block, logits: Tensor | None = None
@@ -71,45 +78,33 @@ class SinkRule:
         if isinstance(self.spec, str):
             return self._first(pairs, rows, block, logits)
         if self.table is None:
-            assert isinstance(self.spec, tuple)
-            if all(block.start <= j < block.split for j in self.spec):
-                return self._static(self.spec, None)
-            keys = self._static(self.spec, None)
-            return replace(keys, valid=_sees(block, keys.columns))
+            return self._static(block)
         columns, real = pairs.narrow(self.table[0]), pairs.narrow(self.table[1])
         return SinkKeys(columns=columns, valid=_sees(block, columns) & real, static=None)
 
-    def _static(self, columns: tuple[int, ...], valid: Tensor | None) -> SinkKeys:
-        tensor = torch.tensor(columns, device=self.device).view(1, 1, 1, -1)
-        return SinkKeys(columns=tensor, valid=valid, static=columns)
+    def _static(self, block: Block) -> SinkKeys:
+        assert self.static is not None
+        columns = torch.tensor(self.static, device=self.device).view(1, 1, 1, -1)
+        everywhere = all(block.start <= j < block.split for j in self.static)
+        valid = None if everywhere else _sees(block, columns)
+        return SinkKeys(columns=columns, valid=valid, static=self.static)
 
     def _first(self, pairs: Pairs, rows: Rows, block: Block, logits: Tensor | None) -> SinkKeys:
-        window = self.call.window
-        if self.call.is_square_self:
-            if block.split > block.start:  # no mask, no window or one not reached yet
-                return self._static((block.start,), None)
-            assert block.visible is not None
-            first = block.start + block.visible.argmax(-1, keepdim=True)
-            return SinkKeys(
-                columns=first,
-                valid=_sees(block, first) & self._starts_at(pairs, first),
-                static=None,
-            )
-        if not self.support.masked:
-            keys = self._static((0,), None)
-            if block.start == 0 < block.split:
-                return keys
-            return replace(keys, valid=_sees(block, keys.columns))
-        if window is None:
-            start, visible = block.start, block.visible
-        else:
+        if self.static is not None:
+            return self._static(block)
+        start, visible = block.start, block.visible
+        square = self.call.is_square_self
+        if not square and self.call.window is not None:
             if self.call.logits is not None:
                 logits = rows.take(pairs.narrow(self.call.logits)[..., : block.stop])
             hidden = self.support.hidden(pairs, rows, logits, 0, block.stop, windowed=False)
             start, visible = 0, (~hidden).to(self.support.dtype)
-        assert visible is not None
+        assert visible is not None  # there is a mask or a window
         first = start + visible.argmax(-1, keepdim=True)
-        return SinkKeys(columns=first, valid=_sees(block, first), static=None)
+        valid = _sees(block, first)
+        if square:
+            valid = valid & self._starts_at(pairs, first)
+        return SinkKeys(columns=first, valid=valid, static=None)
 
     def _starts_at(self, pairs: Pairs, first: Tensor) -> Tensor:
         """Bool, shaped as `first`: row f of the square call sees key f and no key before it."""

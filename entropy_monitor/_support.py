@@ -104,7 +104,7 @@ class Block:
     visible: Tensor | None
     """The same shape, 1.0 where visible and 0.0 where hidden."""
     count: Tensor
-    """(b or 1, h or 1, rows or 1): number of visible keys."""
+    """(b or 1, h or 1, rows or 1): number of visible keys, in floats."""
 
     def narrow(self, pairs: Pairs) -> "Block":
         """The part of the block that belongs to some of its pairs."""
@@ -162,11 +162,13 @@ class Support:
         """Describe a block; `logits` is its part of a call made of logits, keys [start, stop)."""
         start, split, stop = self.span(rows)
         if split == stop:
-            count = torch.full((1, 1, 1), split - start, device=self.device)
+            count = torch.full((1, 1, 1), split - start, dtype=self.dtype, device=self.device)
             return Block(start=start, split=split, stop=stop, bias=None, visible=None, count=count)
         hidden = self.hidden(pairs, rows, logits, split, stop)
         visible = (~hidden).to(self.dtype)
-        count = visible.sum(-1).long() + (split - start)
+        count = visible.sum(-1)
+        if split > start:
+            count += split - start
         bias: Tensor | None
         if self.mask is not None and self.mask.dtype != torch.bool:
             added = rows.take(pairs.narrow(self.mask)[..., split:stop])
@@ -174,7 +176,7 @@ class Support:
         elif self.mask is None and not self.structured:
             bias = None  # the logits hide their keys themselves
         else:
-            bias = (visible - 1) * -HIDDEN
+            bias = (visible - 1).mul_(-HIDDEN)
         return Block(start=start, split=split, stop=stop, bias=bias, visible=visible, count=count)
 
     def hidden(

@@ -6,7 +6,7 @@ The rows are cut into blocks and the (sequence, head) pairs into groups, so that
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,41 +29,46 @@ _FIRST_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RowSums:
-    """What is kept of every row: (batch, heads, rows), in the letters of `TileSums`."""
+    """What is kept of every row, in the letters of `TileSums`: (batch, heads, rows)."""
 
     top: Tensor
     mass: Tensor
     drop: Tensor
     first: Tensor
     norm: Tensor
-    sink_logits: Tensor | None
-    """(batch, heads, rows, sinks)."""
-    sink_columns: Tensor | None
-    """(batch, heads, rows, sink keys): which keys they are."""
-    sink_valid: Tensor | None
-    """Bool, the same shape."""
     visible: Tensor
     """Number of visible keys, 0 for padding; learned sinks are no keys."""
     content: Tensor
     """m, number of content keys."""
+    sink_logits: Tensor | None
+    """(sinks, batch, heads, rows): of the sink keys, then of the learned sinks; -inf for none."""
+    sink_columns: Tensor | None
+    """(sink keys, batch, heads, rows): which keys they are, where rows differ in them."""
 
 
-@dataclass(kw_only=True)
+_NAMES = ("top", "mass", "drop", "first", "norm", "visible", "content")
+_FIXED = len(_NAMES)
+
+
 class _Parts:
-    """Tensors of the tiles of one block or one chunk, to be put together."""
+    """What the tiles of a block or chunk give, to be put together: (numbers, pairs, rows) each."""
 
-    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.sink_columns: list[Tensor] = []
 
-    def add(self, **tensors: Tensor | None) -> None:
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                self.tensors.setdefault(name, []).append(tensor)
+    def add(self, sums: Tensor, sink_columns: Tensor | None) -> None:
+        self.sums.append(sums)
+        if sink_columns is not None:
+            self.sink_columns.append(sink_columns)
 
-    def join(self, axis: int) -> dict[str, Tensor]:
-        return {
-            name: parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-            for name, parts in self.tensors.items()
-        }
+    def join(self, axis: int) -> tuple[Tensor, Tensor | None]:
+        columns = self.sink_columns
+        return _cat(self.sums, axis), _cat(columns, axis) if columns else None
+
+
+def _cat(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 class Sweep:
@@ -122,19 +127,20 @@ class Sweep:
                 shared = None
                 if not self.support.masked:
                     block = self.support.block(pairs, rows)
-                    shared = (block, self.rule.keys(pairs, rows, block), start, stop)
+                    shared = (block, self.rule.keys(pairs, rows, block))
                 per_pair = (slots.stop - slots.start) * (stop - start) * self.stacked
                 for kv in _groups(chunk, per_pair, TILE):
                     self._tile(kv, chunk, slots, key, shared, groups)
-                blocks.add(**groups.join(0))
-            chunks.add(**blocks.join(1))
-        joined = {
-            name: tensor.view(self.batch, self.heads, *tensor.shape[1:])
-            for name, tensor in chunks.join(0).items()
-        }
-        for name in ("sink_logits", "sink_columns", "sink_valid"):
-            joined.setdefault(name, None)  # type: ignore[arg-type]
-        return RowSums(**joined)
+                blocks.add(*groups.join(1))
+            chunks.add(*blocks.join(2))
+        sums, columns = chunks.join(1)
+        sums = sums.view(-1, self.batch, self.heads, self.n_rows)
+        if columns is not None:
+            columns = columns.view(-1, self.batch, self.heads, self.n_rows)
+        sinks = sums[_FIXED:] if len(sums) > _FIXED else None
+        return RowSums(
+            **dict(zip(_NAMES, sums, strict=False)), sink_logits=sinks, sink_columns=columns
+        )
 
     # Cutting -----------------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ class Sweep:
         first, size = 0, min(_BLOCK_ROWS, max(16, self.n_rows // 8))
         if self.rows is not None:
             pairs = self.batch * self.heads
-            size = min(max(16, TILE // max(1, pairs * self.t_k)), self.n_rows)
+            size = min(max(32, TILE // max(1, pairs * self.t_k)), self.n_rows)
             if self.n_rows > _FIRST_ROWS:
                 yield slice(0, _FIRST_ROWS)
                 first = _FIRST_ROWS
@@ -180,16 +186,18 @@ class Sweep:
         chunk: Pairs,
         slots: slice,
         key: Tensor | None,
-        shared: tuple[Block, SinkKeys | None, int, int] | None,
+        shared: tuple[Block, SinkKeys | None] | None,
         out: _Parts,
     ) -> None:
         pairs = kv.times(self.stacked)
         logits = real = rows = None
         if shared is not None:
-            block, sinks, start, stop = shared
-            local = pairs.within(chunk.times(self.stacked))
-            block = block.narrow(local)
-            sinks = None if sinks is None else sinks.narrow(local)
+            block, sinks = shared
+            start, stop = block.start, block.stop
+            if kv != chunk:
+                local = pairs.within(chunk.times(self.stacked))
+                block = block.narrow(local)
+                sinks = None if sinks is None else sinks.narrow(local)
         else:
             rows = self._rows(pairs, slots)
             start, _, stop = self.support.span(rows)
@@ -205,11 +213,11 @@ class Sweep:
         masked = block.visible is not None
         if masked and x.is_cuda:  # one more pass is cheaper there than asking
             overwrite_hidden(x, block)
-        sums = reduce_tile(x, e, block, sinks, self.rule.width, virtual)
+        sums = reduce_tile(x, e, block, sinks, virtual)
         if masked and not x.is_cuda and sums.has_garbage():
             self._fill(x, kv, chunk, slots, key, real, block)
             overwrite_hidden(x, block)
-            sums = reduce_tile(x, e, block, sinks, self.rule.width, virtual)
+            sums = reduce_tile(x, e, block, sinks, virtual)
         self._keep(pairs, rows, slots, block, sinks, sums, e, out)
 
     def _buffer(self, shape: tuple[int, int, int, int]) -> Tensor:
@@ -307,31 +315,14 @@ class Sweep:
         columns = columns[..., block.start : block.stop]
         columns.baddbmm_(share.view(b * h, 1, r), e.view(b * h, r, n))
 
-        shape = (b * h, r)
-        out.add(
-            top=sums.top.reshape(shape),
-            mass=sums.mass.view(shape),
-            drop=sums.drop.view(shape),
-            first=sums.first.view(shape),
-            norm=sums.norm.view(shape),
-            visible=visible.expand(b, h, r).reshape(shape),
-            content=content.expand(b, h, r).reshape(shape),
-        )
+        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.norm]
+        numbers += [visible.expand(b, h, r), content.expand(b, h, r)]
         if sums.sink_logits is not None:
-            out.add(sink_logits=sums.sink_logits.reshape(b * h, r, -1))
-        if self.rule.width:
-            sinks_shape = (b, h, r, self.rule.width)
-            if sinks is None:
-                valid = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-                keys = valid.long()
-            else:
-                keys = sinks.columns
-                valid = torch.ones_like(keys, dtype=torch.bool)
-                valid = valid if sinks.valid is None else sinks.valid
-            out.add(
-                sink_columns=keys.expand(sinks_shape).reshape(*shape, -1),
-                sink_valid=valid.expand(sinks_shape).reshape(*shape, -1),
-            )
+            numbers += sums.sink_logits.unbind(-1)
+        keys = None
+        if sinks is not None and sinks.static is None:
+            keys = sinks.columns.expand(b, h, r, -1).permute(3, 0, 1, 2).reshape(-1, b * h, r)
+        out.add(torch.stack(numbers).view(-1, b * h, r), keys)
 
 
 def _groups(pairs: Pairs, per_pair: int, budget: int) -> Iterator[Pairs]:

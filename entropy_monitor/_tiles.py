@@ -73,7 +73,6 @@ def reduce_tile(
     e: Tensor,
     block: Block,
     sinks: SinkKeys | None,
-    width: int,
     virtual: Tensor | None,
 ) -> TileSums:
     """Sums over the content keys of a tile.
@@ -83,18 +82,17 @@ def reduce_tile(
         e: Buffer of that shape; holds exp(l - top) afterwards, 0 at hidden keys and sinks.
         block: The support.
         sinks: The sink keys.
-        width: Number of sink columns, also where this block has no sink.
         virtual: Logits of learned sinks (b, h, rows, learned sinks).
     """
     # One sink in one column, seen by all rows, is the usual case: three writes to a view.
     single = None
-    if sinks is not None and sinks.static is not None and sinks.valid is None and width == 1:
+    if sinks is not None and sinks.valid is None and sinks.static and len(sinks.static) == 1:
         j = sinks.static[0] - block.start
         single = x[..., j : j + 1]
-        sink_logits: Tensor | None = single.clone()
+        sink_logits: Tensor | None = _overflow_to_nan(single)
         single.fill_(HIDDEN)
     else:
-        sink_logits = _take_sinks(x, sinks, block, width)
+        sink_logits = _take_sinks(x, sinks, block)
     if virtual is not None:
         sink_logits = virtual if sink_logits is None else torch.cat([sink_logits, virtual], -1)
 
@@ -122,20 +120,21 @@ def reduce_tile(
     )
 
 
-def _take_sinks(x: Tensor, sinks: SinkKeys | None, block: Block, width: int) -> Tensor | None:
+def _take_sinks(x: Tensor, sinks: SinkKeys | None, block: Block) -> Tensor | None:
     """Logits of the sink keys, -inf where a row has none; taken out of x."""
-    if width == 0:
-        return None
     if sinks is None:
-        return x.new_full((*x.shape[:3], width), -torch.inf)
+        return None
     index, valid = _inside(sinks, block, x)
     found = x.gather(-1, index)
     # Where a column is no sink of the row, its own value is written back. Columns outside the block
     # are clamped and may repeat, hence the minimum.
     x.scatter_reduce_(-1, index, found.masked_fill(valid, HIDDEN), "amin")
-    # A visible sink at -inf is a product that overflowed, not an absent sink.
-    found = found.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.nan)
-    return torch.where(valid, found, -torch.inf)
+    return torch.where(valid, _overflow_to_nan(found), -torch.inf)
+
+
+def _overflow_to_nan(logits: Tensor) -> Tensor:
+    """Copy with NaN for -inf: a visible sink at -inf is a product that overflowed, not an absent one."""
+    return logits.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.nan)
 
 
 def _zero_sinks(x: Tensor, sinks: SinkKeys | None, block: Block) -> None:

@@ -205,16 +205,26 @@ def _check_rows(rows: Tensor, batch: int, t_q: int) -> Tensor:
 def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     """Sums -> statistics, for all rows at once."""
     m = sums.content
-    top = torch.where(m >= 1, sums.top, -torch.inf)
-    log_mass = sums.mass.log()
     sink_top, sink_lse, sigma, sink_entropy = _sink(sums)
     has_sink = sink_top > -torch.inf
-    kind = _kinds(sums, top, sink_top, has_sink)
-    seen = (kind != RowKind.EMPTY) & (kind != RowKind.NONFINITE)
+    # NaN and infinities of either sign end up as a failed comparison.
+    good = torch.maximum(sums.norm + sums.top.abs(), sink_top) < torch.inf
+    kind = _kinds(sums, has_sink, good)
+    seen = good & (sums.visible > 0)
+    counted = seen & (m >= 2)
     content = seen & (m >= 1)  # a content composition exists
-    counted = content & (m >= 2)
     both = content & has_sink
-    size = m.clamp(min=1).to(top.dtype)
+
+    # Rows that do not count get sums that make every formula give 0.
+    size = torch.where(counted, m, 1.0)
+    mass = torch.where(counted, sums.mass, 1.0)
+    drop, first, norm = (torch.where(counted, x, 0.0) for x in (sums.drop, sums.first, sums.norm))
+    log_mass, log_size = mass.log(), size.log()
+    content_entropy = log_mass - drop / mass
+    evenness = (content_entropy / torch.where(counted, log_size, 1.0)).clamp_(max=1.0)
+    concentration = (log_size - content_entropy).clamp_(min=0.0)
+    logit_range = -first / size
+    variance = (norm.square() / size - logit_range.square()).clamp_(min=0.0)
 
     # sink_lse is relative to sink_top: no two large numbers are subtracted after being rounded.
     log_odds = torch.where(both, (sink_top - sums.top) + sink_lse - log_mass, 0.0)
@@ -224,14 +234,9 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     # logsigmoid, since softplus gives up at 20.
     log_s, log_c = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
     binary_entropy = torch.where(both, -sink_mass * log_s - content_mass * log_c, 0.0)
-    content_entropy = torch.where(counted, log_mass - sums.drop / sums.mass, 0.0)
-    sink_entropy = torch.where(seen & has_sink, sink_entropy, 0.0)
+    sink_entropy = torch.where(seen, sink_entropy, 0.0)
     total_entropy = binary_entropy + sink_mass * sink_entropy + content_mass * content_entropy
-    log_size = size.log()
-    evenness = (content_entropy / torch.where(counted, log_size, 1.0)).clamp_(max=1.0)
-    concentration = torch.where(counted, log_size - content_entropy, 0.0).clamp_(min=0.0)
-    mean = sums.first / size
-    variance = (sums.norm.square() / size - mean.square()).clamp_(min=0.0)
+    top = torch.where(m >= 1, sums.top, -torch.inf)
 
     column, column_mass, is_sink = _best_column(sweep, sums, sink_mass, sigma, counted)
     if rows is None:
@@ -249,8 +254,8 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
         evenness=evenness,
         concentration=concentration,
         max_logit=torch.where(seen, torch.maximum(top, sink_top), 0.0),
-        logit_spread=torch.where(counted, variance.sqrt(), 0.0),
-        logit_range=torch.where(counted, -mean, 0.0),
+        logit_spread=variance.sqrt(),
+        logit_range=logit_range,
         support=torch.where(kind == RowKind.EMPTY, 0, m).to(torch.int32),
         kind=kind,
         rows=index,
@@ -261,40 +266,32 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
 
 
 def _sink(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(max over S of l, LSE of S minus that, sigma, H(sigma)); -inf and zeros without a sink."""
+    """(max over S of l, LSE of S minus that, sigma, H(sigma)); -inf and zeros without a sink.
+
+    sigma has the axis of the sinks in front.
+    """
     logits = sums.sink_logits
+    zero = torch.zeros_like(sums.top)
     if logits is None:
-        none = torch.full_like(sums.top, -torch.inf)
-        zero = torch.zeros_like(none)
-        return none, zero, zero[..., None], zero
-    if logits.shape[-1] == 1:
-        zero = torch.zeros_like(sums.top)
-        return logits[..., 0], zero, torch.ones_like(logits), zero
-    top = logits.amax(-1, keepdim=True)
+        return torch.full_like(zero, -torch.inf), zero, zero[None], zero
+    if len(logits) == 1:
+        return logits[0], zero, torch.ones_like(logits), zero
+    top = logits.amax(0)
     gap = (logits - top.clamp(min=HIDDEN)).clamp_(min=HIDDEN)
     weight = gap.exp()
-    total = weight.sum(-1, keepdim=True)
+    total = weight.sum(0)
     sigma = weight / total.clamp(min=torch.finfo(total.dtype).tiny)
     lse = total.log()
-    entropy = lse - (sigma * gap).sum(-1, keepdim=True)
+    entropy = lse - (sigma * gap).sum(0)
     absent = top == -torch.inf
-    lse, entropy = lse.masked_fill(absent, 0.0), entropy.masked_fill(absent, 0.0)
-    return top[..., 0], lse[..., 0], sigma, entropy[..., 0]
+    return top, lse.masked_fill(absent, 0.0), sigma, entropy.masked_fill(absent, 0.0)
 
 
-def _kinds(sums: RowSums, top: Tensor, sink_top: Tensor, has_sink: Tensor) -> Tensor:
+def _kinds(sums: RowSums, has_sink: Tensor, good: Tensor) -> Tensor:
     """Kind of each row, the kinds of higher priority written last."""
-    content = sums.content
     kind = torch.where(has_sink, int(RowKind.VALID), int(RowKind.NO_SINK)).to(torch.uint8)
-    kind.masked_fill_(content == 1, int(RowKind.TRIVIAL))
-    kind.masked_fill_(content == 0, int(RowKind.NO_CONTENT))
-    # A row without content holds sums of garbage: there only the sink can be non-finite.
-    good = (torch.isfinite(sums.norm) & torch.isfinite(top)) | (content == 0)
-    good &= sink_top < torch.inf
-    if sums.sink_valid is not None and sums.sink_logits is not None:
-        # A visible sink key at -inf is a product that overflowed, not an absent sink.
-        keys = sums.sink_logits[..., : sums.sink_valid.shape[-1]]
-        good &= ~(sums.sink_valid & ~torch.isfinite(keys)).any(-1)
+    kind.masked_fill_(sums.content == 1, int(RowKind.TRIVIAL))
+    kind.masked_fill_(sums.content == 0, int(RowKind.NO_CONTENT))
     kind.masked_fill_(~good, int(RowKind.NONFINITE))
     return kind.masked_fill_(sums.visible == 0, int(RowKind.EMPTY))
 
@@ -306,13 +303,22 @@ def _best_column(
     columns = sweep.columns[:, :, 0]
     weight = sweep.weights * counted
     is_sink = None
-    if sums.sink_columns is not None and sums.sink_valid is not None:
-        hit = sums.sink_valid & counted[..., None]
-        mass = (weight * sink_mass)[..., None] * sigma[..., : hit.shape[-1]]
-        mass = torch.where(hit, mass, 0.0)
-        index = sums.sink_columns.flatten(2)
-        columns = columns.scatter_add(-1, index, mass.flatten(2))
-        is_sink = torch.zeros_like(columns).scatter_add_(-1, index, hit.flatten(2).to(mass.dtype))
+    n_keys = sweep.rule.width
+    if n_keys:
+        assert sums.sink_logits is not None
+        hit = (sums.sink_logits[:n_keys] > -torch.inf) & counted
+        mass = torch.where(hit, weight * sink_mass * sigma[:n_keys], 0.0)
+        is_sink = torch.zeros_like(columns)
+        static = sweep.rule.static
+        if sums.sink_columns is None:
+            assert static is not None
+            for i, j in enumerate(static):
+                columns[..., j] += mass[i].sum(-1)
+                is_sink[..., j] = hit[i].any(-1)
+        else:
+            for index, m, h in zip(sums.sink_columns, mass, hit, strict=True):
+                columns.scatter_add_(-1, index, m)
+                is_sink.scatter_add_(-1, index, h.to(m.dtype))
     total = weight.sum(-1)
     top, column = columns.max(-1)
     any_counted = total > 0
