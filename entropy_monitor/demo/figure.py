@@ -44,22 +44,22 @@ def draw(with_bos: "Twin", without: "Twin", path: Path, *, triggers: str) -> Non
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(11.2, 8.4), dpi=150, facecolor="white")
+        figure = Figure(figsize=(11.2, 8.8), dpi=150, facecolor="white")
         grid = figure.add_gridspec(
             2,
             2,
             width_ratios=(1.42, 1),
             left=0.065,
             right=0.985,
-            top=0.84,
-            bottom=0.07,
-            hspace=0.42,
+            top=0.81,
+            bottom=0.065,
+            hspace=0.47,
             wspace=0.13,
         )
-        figure.text(0.065, 0.955, "Why did attention entropy fall?", fontsize=19, fontweight="bold")
+        figure.text(0.065, 0.95, "Why did attention entropy fall?", fontsize=19, fontweight="bold")
         figure.text(
             0.065,
-            0.918,
+            0.915,
             "Two trainings of the same small transformer, with and without one token at the start "
             "of every text.",
             fontsize=11,
@@ -105,12 +105,11 @@ def _curve(axes: Any, twin: "Twin", *, top: float) -> None:
     axes.text(0, 1.095, _short(cause(split)), transform=axes.transAxes, fontsize=10.5, color=_FAINT)
     for i, (part, value) in enumerate((("sink", split.sink), ("content", split.content))):
         axes.text(
-            0.985,
-            0.965 - 0.1 * i,
+            0.02,
+            0.175 - 0.105 * i,
             f"{part} {signed(value, 2)}{_share(split, part)}",
             transform=axes.transAxes,
-            ha="right",
-            va="top",
+            va="center",
             fontsize=11.5,
             weight="bold",
             color="white",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "train two small models and see why their attention entropy fell (about a minute)"
 _NEEDED = ("torch", "pytorch_lightning", "transformers", "tensorboard", "matplotlib", "rich")
-_BAR = 22
+_BAR = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        default=320,
+        default=256,
         help="optimiser steps of each training (default: %(default)s)",
     )
     parser.add_argument(
@@ -144,10 +144,10 @@ def table(with_bos: "Twin", without: "Twin") -> Any:
         ("  elsewhere", [percent(twin.other_sink) for twin in twins]),
         ("copies predicted right", [percent(twin.copies) for twin in twins]),
     ]
-    shown = Table(box=None, padding=(0, 2), pad_edge=True, header_style="bold")
+    shown = Table(box=None, padding=(0, 1), pad_edge=True, header_style="bold")
     shown.add_column("")
-    shown.add_column("with <bos>", min_width=_BAR + 14)
-    shown.add_column("without <bos>", min_width=_BAR + 14)
+    shown.add_column("with <bos>", min_width=_BAR + 13)
+    shown.add_column("without <bos>", min_width=_BAR + 13)
     for name, cells in rows:
         shown.add_row(name, *cells)
     return shown
