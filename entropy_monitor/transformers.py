@@ -12,14 +12,23 @@ from torch import nn
 
 from entropy_monitor.distributed import reduce_snapshot
 from entropy_monitor.monitor import AttentionMonitor, Sink, check_options
+from entropy_monitor.names import CHANGE_NAMES, CHANGE_PREFIX, STAT_PREFIX
 from entropy_monitor.one_shot import arm, disarm
 from entropy_monitor.pipeline import LAYER_STATISTICS, Action, Pipeline, warn_once
 from entropy_monitor.probe import Probe
 from entropy_monitor.schedules import any_of, every, log_spaced
 from entropy_monitor.snapshot import Snapshot
 from entropy_monitor.writers import Emission, RecordWriter, TensorBoardWriter, Writer
+from entropy_monitor.writers.base import clean_tag
 
 _STATE_FILE = "entropy_monitor.pt"
+
+_LOGGED = (
+    *(f"{STAT_PREFIX}/{stat}" for stat in LAYER_STATISTICS),
+    *(f"{CHANGE_PREFIX}/{name}" for name in CHANGE_NAMES),
+    f"{STAT_PREFIX}/alerts",
+)
+"""Model-wide numbers that the Trainer logs; it prints them too."""
 
 
 class EntropyMonitorCallback(transformers.TrainerCallback):
@@ -43,7 +52,8 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         alerts: Policy of the alerts; None raises none.
         on_alert: Called with every alert. One with a method ``setup_trainer(trainer, module)`` is
             given both first.
-        layer_stats: Statistics that are logged per layer (all are in the record).
+        layer_stats: Statistics that are logged per layer. None by default, since the Trainer prints
+            all that it logs; record and tab have every layer and head.
         record: Whether to write the record, or the folder to write it into.
         writers: Further writers.
         attention_modules: Shell pattern for class names of attention modules that are not named so.
@@ -67,7 +77,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         baseline: int | tuple[int, int] = 0,
         alerts: Any = "default",
         on_alert: Sequence[Action] = (),
-        layer_stats: Sequence[str] = LAYER_STATISTICS,
+        layer_stats: Sequence[str] = (),
         record: bool | str = True,
         writers: Sequence[Writer] = (),
         attention_modules: str | None = None,
@@ -265,8 +275,17 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
                 # `Trainer.log` clears the flag by which the Trainer remembers to log its own loss
                 # at this step.
                 should_log = control.should_log
-                self._trainer.log(dict(emission.model))
+                self._trainer.log(self._logged(emission))
                 control.should_log = should_log
+
+    def _logged(self, emission: Emission) -> dict[str, float]:
+        start = f"{self.name}/" if self.name else ""
+        wanted = {f"{start}{tag}" for tag in _LOGGED}
+        return {
+            clean_tag(tag): value
+            for tag, value in emission.model.items()
+            if tag in wanted or tag.removeprefix(start).count("/") > 1
+        }
 
     def _open_writers(self, args: Any) -> None:
         record = f"entropy_monitor{'-' if self.name else ''}{self.name}"
