@@ -6,12 +6,14 @@ out, and to which corner a causal mask is aligned when there are more keys than 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from entropy_monitor.capture.masks import Masks
 from entropy_monitor.capture.seen import Found, Lost, Seen
 
 aten = torch.ops.aten
@@ -58,17 +60,27 @@ _UNREAD = ("alibi_slopes", "block_table", "seqused_k", "seqlen_k", "leftpad_k")
 
 
 class FusedWay:
-    """Reads fused kernels; keeps nothing between calls."""
+    """Reads fused kernels."""
+
+    def __init__(self) -> None:
+        self._masks = Masks()
 
     def handler(self, op: Any) -> Handler | None:
         """What to call after this operation; None if it is not a fused attention kernel."""
         return self._read if _name(op) in KERNELS else None
 
     def forget(self) -> None:
-        """Nothing to drop."""
+        """Drop what is remembered of masks."""
+        self._masks.forget()
 
     def _read(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Found:
-        return read_kernel(KERNELS[_name(op)], named_arguments(op, args, kwargs))
+        found = read_kernel(KERNELS[_name(op)], named_arguments(op, args, kwargs))
+        if isinstance(found, Seen) and found.mask is not None:
+            value = self._masks.hidden_at(found.mask)
+            if value is not None:
+                mask = found.mask.masked_fill(found.mask <= value / 2, -torch.inf)
+                return replace(found, mask=mask)
+        return found
 
 
 def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +165,7 @@ def _unpacked(
     for packed, starts in ((query, starts_q), (key, starts_k)):
         flat = packed.reshape(-1, *packed.shape[-2:])
         bounds = starts.tolist()
-        sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        sizes = [after - start for start, after in pairwise(bounds)]
         batch = flat.new_zeros(len(sizes), max(sizes), *flat.shape[1:])
         for n, (start, size) in enumerate(zip(bounds, sizes, strict=False)):
             batch[n, :size] = flat[start : start + size]

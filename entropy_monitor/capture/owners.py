@@ -148,7 +148,7 @@ class Owners:
 
     def find(self, frame: FrameType | None) -> Owner | Foreign | None:
         """Walk up from `frame` to the innermost owner; None if the model is not on the stack."""
-        inner: tuple[nn.Module, str] | None = None
+        inner: str | None = None
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         forward: Any = None
         compiled = False
@@ -167,10 +167,10 @@ class Owners:
                         return name
                 elif name is not None:
                     if inner is None:
-                        inner = module, name
+                        inner = name
                     if kind == "call":
                         forward = held["kwargs"]
-                        if given is None and inner[1] == name:
+                        if given is None and inner == name:
                             given = held["args"], held["kwargs"]
                     else:
                         forward = (id(frame), code)
@@ -178,11 +178,10 @@ class Owners:
             frame = frame.f_back
         if inner is None:
             return None
-        module, name = inner
         args, kwargs = given or ((), {})
         return Owner(
-            name=name,
-            module=self.modules[name],
+            name=inner,
+            module=self.modules[inner],
             args=args,
             kwargs=kwargs,
             compiled=compiled,

@@ -21,15 +21,13 @@ from torch import Tensor
 from entropy_monitor.calls import masked_below
 from entropy_monitor.capture import layout
 from entropy_monitor.capture.layout import Axes
+from entropy_monitor.capture.masks import FILL_AT_MOST, Masks
 from entropy_monitor.capture.seen import Found, Lost, Seen
 
 aten = torch.ops.aten
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Found | None]
 """Called after an operation with (operation, args, kwargs, result)."""
-
-FILL_AT_MOST = -1e4
-"""A constant written into scores is a mask if it is at most this: BERT and CTRL used -1e4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Softmaxed:
     axes: Axes
     version: int | None
     virtual_columns: int
-    masked_at: float | None
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,14 @@ class Trace:
         axes: Letters of its axes, see `layout`.
         softmax: None for scores, the softmax it went through for weights.
         virtual_columns: Columns appended to the keys (learned sinks).
-        fill: Largest constant that was written into the scores as a mask.
+        hidden: Where a constant or an added number hides scores, see `masks`.
         narrow: finfo.min of the narrowest type the scores have had.
     """
 
     axes: Axes
     softmax: Softmaxed | None = None
     virtual_columns: int = 0
-    fill: float | None = None
+    hidden: Tensor | None = None
     narrow: float = -float("inf")
 
 
@@ -67,6 +65,7 @@ class SoftmaxWay:
 
     def __init__(self) -> None:
         self._traces: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
+        self._masks = Masks()
         self._handlers: dict[Any, Handler] = {
             aten.bmm.default: self._product,
             aten.mm.default: self._product,
@@ -75,6 +74,8 @@ class SoftmaxWay:
             aten._safe_softmax.default: self._softmax,
             aten._masked_softmax.default: self._masked_softmax,
             aten.cat.default: self._cat,
+            aten.add.Tensor: self._add,
+            aten.add_.Tensor: self._add,
             aten.masked_fill.Scalar: self._fill,
             aten.masked_fill.Tensor: self._fill,
             aten.masked_fill_.Scalar: self._fill,
@@ -101,6 +102,7 @@ class SoftmaxWay:
     def forget(self) -> None:
         """Drop everything that is followed."""
         self._traces.clear()
+        self._masks.forget()
 
     # Following ---------------------------------------------------------------------------------
 
@@ -124,19 +126,25 @@ class SoftmaxWay:
             # An operand that is broadcast (a bias) says nothing about the axes of the result.
             if trace is not None and value.shape == out.shape:
                 if out is not value:
-                    self._set(out, self._narrowed(trace, out, op, args))
+                    self._set(out, self._narrowed(trace, out))
                 return
 
-    def _narrowed(self, trace: Trace, out: Tensor, op: Any, args: tuple[Any, ...]) -> Trace:
+    def _narrowed(self, trace: Trace, out: Tensor) -> Trace:
         if trace.softmax is not None or not out.is_floating_point():
             return trace
         lowest = torch.finfo(out.dtype).min
-        fill = trace.fill
-        if fill is not None and op in _SCALINGS and isinstance(args[1], int | float):
-            fill = fill / args[1] if op is aten.div.Tensor else fill * args[1]
-        if lowest > trace.narrow or fill != trace.fill:
-            return replace(trace, narrow=max(lowest, trace.narrow), fill=fill)
-        return trace
+        return replace(trace, narrow=lowest) if lowest > trace.narrow else trace
+
+    def _add(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._pointwise(op, args, kwargs, out)
+        trace = self._get(out) if self._traces else None
+        if trace is None or trace.softmax is not None:
+            return
+        for added in args[:2]:
+            if isinstance(added, Tensor) and added is not out and self._get(added) is None:
+                value = self._masks.hidden_at(added)
+                if value is not None:
+                    self._set(out, _hiding(trace, added <= value / 2, out))
 
     def _view(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if not self._traces:
@@ -146,7 +154,12 @@ class SoftmaxWay:
             return
         axes = _VIEWS[op](trace.axes, args, out)
         if axes is not None:
-            self._set(out, trace if axes == trace.axes else replace(trace, axes=axes))
+            hidden = trace.hidden
+            if hidden is not None and trace.softmax is None:
+                hidden = _viewed(op, hidden, args, out)
+            if axes != trace.axes or hidden is not trace.hidden:
+                trace = replace(trace, axes=axes, hidden=hidden)
+            self._set(out, trace)
 
     def _dropout(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._pointwise(op, args, kwargs, out[0])
@@ -154,13 +167,16 @@ class SoftmaxWay:
     def _fill(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         trace = self._get(args[0])
         if trace is not None and out.shape == args[0].shape:
-            self._set(out, _filled(trace, args[2]))
+            self._set(out, _filled(trace, args[1], args[2], out))
 
     def _where(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        for value, other in ((args[1], args[2]), (args[2], args[1])):
+        shown = args[0]
+        for value, other, hides in ((args[1], args[2], False), (args[2], args[1], True)):
             trace = self._get(value)
             if trace is not None and value.shape == out.shape:
-                self._set(out, _filled(trace, other))
+                if _constant(other) is not None:
+                    trace = _filled(trace, shown if hides else ~shown, other, out)
+                self._set(out, trace)
                 return
 
     def _cat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -250,16 +266,17 @@ class SoftmaxWay:
             axes = (*axes[:axis], "k", *axes[axis + 1 :])
         elif letter != "k":
             return
-        # float16 scores may have been masked with the smallest float16 and widened afterwards.
-        lowest = max(trace.narrow, -torch.inf if trace.fill is None else trace.fill)
-        # Below that every reader of logits takes entries as masked anyway.
-        masked_at = lowest if lowest > 2 * masked_below(scores.dtype) else None
+        hidden = trace.hidden
+        if trace.narrow / 2 > masked_below(scores.dtype):
+            # float16 scores are masked with the smallest float16, and may have been widened since.
+            low = logits <= trace.narrow / 2
+            hidden = low if hidden is None else hidden | low
         known = Softmaxed(
             logits=logits,
             axes=axes,
             version=_version(logits),
             virtual_columns=trace.virtual_columns,
-            masked_at=masked_at,
+            hidden=hidden,
         )
         self._set(out, Trace(axes=axes, softmax=known))
 
@@ -269,8 +286,8 @@ class SoftmaxWay:
             return Lost(
                 "the input of the softmax was overwritten before the values were multiplied"
             )
-        if softmax.masked_at is not None:
-            logits = logits.masked_fill(logits <= softmax.masked_at / 2, -torch.inf)
+        if softmax.hidden is not None:
+            logits = logits.masked_fill(softmax.hidden, -torch.inf)
         return Seen(
             way="softmax",
             logits=logits,
@@ -279,15 +296,36 @@ class SoftmaxWay:
         )
 
 
-def _filled(trace: Trace, value: Any) -> Trace:
-    """Remember a constant that hides scores, so that -1e9 counts as masked like -inf does."""
+def _constant(value: Any) -> float | None:
+    """A number, also as a tensor of one element on the CPU; None for anything else."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.device.type != "cpu":
-            return trace
+            return None
         value = value.item()
-    if trace.softmax is not None or not -torch.inf < value <= FILL_AT_MOST:
+    return float(value)
+
+
+def _filled(trace: Trace, where: Tensor, value: Any, out: Tensor) -> Trace:
+    """Remember where a constant hides scores, unless it hides them for every reader of logits."""
+    constant = _constant(value)
+    if trace.softmax is not None or constant is None or not out.is_floating_point():
         return trace
-    return replace(trace, fill=max(float(value), -torch.inf if trace.fill is None else trace.fill))
+    if not masked_below(out.dtype) < constant <= FILL_AT_MOST:
+        return trace
+    return _hiding(trace, where, out)
+
+
+def _hiding(trace: Trace, where: Tensor, out: Tensor) -> Trace:
+    where = where.expand(out.shape)
+    return replace(trace, hidden=where if trace.hidden is None else trace.hidden | where)
+
+
+def _viewed(op: Any, hidden: Tensor, args: Sequence[Any], out: Tensor) -> Tensor:
+    """The same view of another tensor; copies where its strides do not allow a view."""
+    if hidden.ndim != args[0].ndim or op in _RESHAPES:
+        return hidden.expand(args[0].shape).reshape(out.shape)
+    viewed: Tensor = op(hidden, *args[1:])
+    return viewed
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -301,7 +339,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(base, torch.nn.Parameter)
 
 
-_SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 
 
 def _reshaped(axes: Axes, args: Sequence[Any], out: Tensor) -> Axes | None:
