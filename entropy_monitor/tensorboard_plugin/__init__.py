@@ -7,9 +7,18 @@ is logged and the tab left out, because an exception here would stop TensorBoard
 
 import argparse
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tensorboard.plugins import base_plugin
+if TYPE_CHECKING:
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.base_plugin import TBLoader as _Loader
+else:
+    try:
+        from tensorboard.plugins.base_plugin import TBLoader as _Loader
+    except (
+        ImportError
+    ):  # the one-file report uses the answers below this package without TensorBoard
+        _Loader = object
 
 PLUGIN_NAME = "entropy_monitor"
 """The name in summary metadata, in routes and in TensorBoard's hash."""
@@ -20,7 +29,7 @@ SAMPLES = 1000
 logger = logging.getLogger(__name__)
 
 
-class EntropyMonitorLoader(base_plugin.TBLoader):  # type: ignore[misc]  # TensorBoard is untyped
+class EntropyMonitorLoader(_Loader):  # type: ignore[misc]  # TensorBoard is untyped
     """Loads the tab, or steps aside."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
@@ -33,7 +42,7 @@ class EntropyMonitorLoader(base_plugin.TBLoader):  # type: ignore[misc]  # Tenso
         if isinstance(samples, dict):
             samples.setdefault(PLUGIN_NAME, SAMPLES)
 
-    def load(self, context: base_plugin.TBContext) -> Any:
+    def load(self, context: "TBContext") -> Any:
         """Return the plugin, or None with a warning if anything about it is broken.
 
         Args:

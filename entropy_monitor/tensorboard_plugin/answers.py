@@ -229,7 +229,9 @@ def _since(history: History, since: int | None) -> dict[str, Any]:
     if since is not None:
         return {"kind": "step", "step": since}
     if history.baseline is not None:
-        return {"kind": "baseline", "step": int(history.steps[history.baseline])}
+        first = int(history.steps[history.baseline])
+        step = first if history.baseline_step is None else history.baseline_step
+        return {"kind": "baseline", "step": step}
     return {"kind": "first", "step": int(history.steps[0]) if len(history.steps) else None}
 
 

@@ -44,6 +44,7 @@ class History:
         alerts: Alerts as plain dictionaries, oldest first.
         alerts_total: How many were raised; a log keeps the latest few hundred.
         notices: What a reader has to know: tensors left out, steps thinned.
+        baseline_step: The step that recorded changes count from, where the source tells it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class History:
     alerts: tuple[Mapping[str, Any], ...] = ()
     alerts_total: int = 0
     notices: tuple[str, ...] = ()
+    baseline_step: int | None = None
     _changes: dict[str, Floats] = field(default_factory=dict, repr=False, compare=False)
 
     @property

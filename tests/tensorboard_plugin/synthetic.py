@@ -1,4 +1,4 @@
-"""Runs made of arithmetic, with every identity of a real one, written as TensorBoard writes them."""
+"""Runs made of arithmetic, with every identity of a real one, written as TensorBoard does."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def binary_entropy(s):
 
 
 def head_means(layers, progress, seed=0, drift=1.0):
-    """Means of all heads at a moment in [0, 1]: sinks grow in the middle layers, late layers sharpen."""
+    """Means of all heads at a moment in [0, 1]: sinks grow in the middle, late layers sharpen."""
     rng = np.random.default_rng(seed)
     depth = np.concatenate(
         [np.full(heads, i / max(1, len(layers) - 1)) for i, (_, heads) in enumerate(layers)]
@@ -104,7 +104,7 @@ def sample_alerts(layers, last):
             step=int(last * 0.8),
             layer=late,
             head=1,
-            message="Content evenness fell to 0.14, half of its baseline, while logits spread (2.9).",
+            message="Content evenness fell to 0.14, half of its baseline; logits spread (2.9).",
             evidence={"content_evenness": 0.14},
         ),
         Alert(
