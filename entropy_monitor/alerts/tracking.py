@@ -120,51 +120,52 @@ class Noise:
 
     MEMORY = 16  # records; the one time constant that is not in steps, since it counts draws
     CLIP = 4.0
+    _STATE = ("variance", "last", "older", "count")
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
         self._variance: Array | None = None
-        self._last: Array | None = None  # (2, ...): the two records before, the newer one first
+        self._last: Array | None = None  # the record before
+        self._older: Array | None = None  # and the one before that
         self._count: Array | None = None
 
     def before(self, shape: tuple[int, ...]) -> Array:
         """The deviation so far; 0 where fewer than three records were seen."""
-        return (
-            np.zeros(shape)
-            if self._variance is None
-            else np.minimum(np.sqrt(self._variance), self.cap)
-        )
+        if self._variance is None:
+            return np.zeros(shape)
+        deviation: Array = np.minimum(np.sqrt(self._variance), self.cap)
+        return deviation
 
     def update(self, new: Array) -> None:
         """Adds a record."""
         if self._variance is None or self._last is None or self._count is None:
             self._variance = np.zeros_like(new)
-            self._last = np.stack([new, np.full_like(new, np.nan)])
+            self._last, self._older = new.copy(), np.full_like(new, np.nan)
             self._count = np.zeros_like(new)
             return
-        square = (new - 2.0 * self._last[0] + self._last[1]) ** 2 / 6.0
+        square = (new - 2.0 * self._last + self._older) ** 2 / 6.0
         seen = ~np.isnan(square)
         self._count += seen
         limit = np.where(self._count > 4, self.CLIP**2 * self._variance + 1e-8, np.inf)
         weight = np.maximum(1.0 / self.MEMORY, 1.0 / np.maximum(self._count, 1.0))
-        step = weight * (np.minimum(square, limit) - self._variance)
-        self._variance = np.where(seen, self._variance + step, self._variance)
-        kept = np.isnan(new)
-        self._last = np.where(kept, self._last, np.stack([new, self._last[0]]))
+        change = weight * (np.minimum(square, limit) - self._variance)
+        change[~seen] = 0.0
+        self._variance += change
+        here = ~np.isnan(new)
+        if here.all():
+            self._older, self._last = self._last, new
+        else:
+            self._older = np.where(here, self._last, self._older)
+            self._last = np.where(here, new, self._last)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain types."""
-        return {
-            "variance": pack(self._variance),
-            "last": pack(self._last),
-            "count": pack(self._count),
-        }
+        return {name: pack(getattr(self, f"_{name}")) for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up where `state_dict` left off."""
-        self._variance = unpack(state["variance"])
-        self._last = unpack(state["last"])
-        self._count = unpack(state["count"])
+        for name in self._STATE:
+            setattr(self, f"_{name}", unpack(state[name]))
 
 
 class Latch:
