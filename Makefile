@@ -35,7 +35,9 @@ lint: $(READY) ## style, types, direction of imports
 	$(BIN)/lint-imports
 
 bench: $(READY) ## what monitoring costs on this machine (a few minutes; keep the machine quiet)
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python tests/benchmarks/bench_statistics.py
+	$(BIN)/python tests/benchmarks/bench_training.py
+	$(BIN)/python tests/benchmarks/bench_training.py --bf16
 
 bench-alerts: $(READY) ## train every kind of collapse and score the alerts (long)
 	$(BIN)/python -m tests.benchmarks.collapse

@@ -3,6 +3,6 @@
 Needs ``pip install 'entropy-monitor[demo]'``; importing this package loads none of it.
 """
 
-from entropy_monitor.demo.show import HELP, add_arguments, run
+from entropy_monitor.demo.show import add_arguments, run
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]

@@ -48,13 +48,13 @@ def draw(with_bos: "Twin", without: "Twin", path: Path, *, triggers: str) -> Non
         grid = figure.add_gridspec(
             2,
             2,
-            width_ratios=(1.42, 1),
+            width_ratios=(1.3, 1),
             left=0.065,
             right=0.985,
             top=0.81,
             bottom=0.065,
             hspace=0.47,
-            wspace=0.13,
+            wspace=0.1,
         )
         figure.text(0.065, 0.95, "Why did attention entropy fall?", fontsize=19, fontweight="bold")
         figure.text(

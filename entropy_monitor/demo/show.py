@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from entropy_monitor.demo.train import Twin
 
-HELP = "train two small models and see why their attention entropy fell (about a minute)"
 _NEEDED = ("torch", "pytorch_lightning", "transformers", "tensorboard", "matplotlib", "rich")
 _BAR = 10
 

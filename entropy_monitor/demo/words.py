@@ -1,5 +1,6 @@
 """What the demo says: every word is chosen by the numbers of the run, true for any seed."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from entropy_monitor.notebook import MINUS, round_sum, signed
 if TYPE_CHECKING:
     from entropy_monitor.demo.train import Twin
 
-_MOSTLY = 200 / 3
+_MOSTLY = 60
 """A cause with at least this percentage of a change made it *mostly*."""
 
 _NEARLY = 0.15
@@ -63,7 +64,7 @@ def cause(split: Split) -> str:
     Example:
         >>> parts = {"before": 3.0, "after": 1.0, "total": -2.0, "sink": -1.8, "content": -0.2}
         >>> cause(Split(**parts, share=90, error=0.02))
-        'mostly since a sink grew'
+        'mostly because a sink grew'
     """
     if split.total == 0 or abs(split.total) <= 3 * (split.error or 0.0):
         return "no more than noise"
@@ -73,15 +74,15 @@ def cause(split: Split) -> str:
     by_sink = "a sink grew" if split.total < 0 else "the sink changed its mass"
     by_content = f"attention to the content {'narrowed' if split.total < 0 else 'widened'}"
     if split.share >= _MOSTLY:
-        return f"mostly since {by_sink}"
+        return f"mostly because {by_sink}"
     if split.share <= 100 - _MOSTLY:
-        return f"mostly since {by_content}"
+        return f"mostly because {by_content}"
     if split.share == 50:
-        return f"half since {by_sink}, half since {by_content}"
-    return " and less since ".join(
-        (f"more since {by_sink}", by_content)
+        return f"half because {by_sink}, half because {by_content}"
+    return ", and less because ".join(
+        (f"more because {by_sink}", by_content)
         if split.share > 50
-        else (f"more since {by_content}", by_sink)
+        else (f"more because {by_content}", by_sink)
     )
 
 
@@ -137,13 +138,16 @@ def verdict(with_bos: "Twin", without: "Twin") -> list[str]:
 def _amounts(one: float, other: float) -> str:
     if one < 0 and other < 0 and abs(one - other) <= _NEARLY * max(-one, -other):
         return (
-            f"Attention entropy fell by nearly the same, {signed(one, 2)} and {signed(other, 2)} "
-            "nats: a plot of it cannot tell the two trainings apart."
+            f"Attention entropy fell by nearly the same, {nats(-one)} nats with <bos> and "
+            f"{nats(-other)} without: a plot of it cannot tell the two trainings apart."
         )
-    verb = "fell" if one < 0 and other < 0 else "changed"
-    return (
-        f"Attention entropy {verb} by {signed(one, 2)} nats with <bos>, {signed(other, 2)} without."
-    )
+    if one < 0 and other < 0:
+        return (
+            f"Attention entropy fell in both, by {nats(-one)} nats with <bos> and {nats(-other)} "
+            "without; a plot of it does not say why."
+        )
+    changes = f"{signed(one, 2)} nats with <bos>, {signed(other, 2)} without"
+    return f"Attention entropy changed by {changes}."
 
 
 def _shares(split: Split) -> str:
@@ -152,11 +156,15 @@ def _shares(split: Split) -> str:
     return f" (sink {split.share} %, content {100 - split.share} %)"
 
 
+def _at_least(share: float) -> str:
+    return "all" if share == 1 else f"at least {math.floor(100 * share)} %"
+
+
 def _head_rests(twin: "Twin") -> bool:
     return twin.other_sink > 0.2 and twin.other_sink > 3 * twin.trigger_sink
 
 
 def _copies(one: float, other: float) -> str:
     if min(one, other) >= 0.9:
-        return f"Both do their task: at least {percent(min(one, other))} of the copies are right."
+        return f"Both do their task: they predict {_at_least(min(one, other))} of the copies right."
     return f"Copies predicted right: {percent(one)} with <bos>, {percent(other)} without."
