@@ -67,7 +67,9 @@ class Only:
         self, action: Action, *, severity: str = "warn", kinds: Iterable[str] | None = None
     ) -> None:
         if severity not in SEVERITIES:
-            raise ValueError(f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}.")
+            raise ValueError(
+                f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}."
+            )
         self.kinds = KINDS if kinds is None else tuple(kinds)
         unknown = [kind for kind in self.kinds if kind not in KINDS]
         if unknown:
@@ -146,7 +148,9 @@ class StopTraining:
         if after < 1:
             raise ValueError(f"`after` must be at least 1, got {after}.")
         if severity not in SEVERITIES:
-            raise ValueError(f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}.")
+            raise ValueError(
+                f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}."
+            )
         self.trainer, self.after, self.severity, self.grace = trainer, after, severity, grace
         self.count = 0
         self._last: int | None = None
@@ -208,7 +212,9 @@ class CheckpointNow:
         at_most: int = 3,
     ) -> None:
         if severity not in SEVERITIES:
-            raise ValueError(f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}.")
+            raise ValueError(
+                f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}."
+            )
         self.trainer, self.folder, self.severity, self.at_most = trainer, folder, severity, at_most
         self.saved: list[Path] = []
 
@@ -272,7 +278,9 @@ class Webhook:
         if timeout <= 0:
             raise ValueError(f"`timeout` must be positive, got {timeout}.")
         if severity not in SEVERITIES:
-            raise ValueError(f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}.")
+            raise ValueError(
+                f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}."
+            )
         self.url, self.severity, self.timeout = url, severity, timeout
         self.headers = {"Content-Type": "application/json", **(headers or {})}
         self.sent = self.failed = self.dropped = 0
@@ -309,7 +317,9 @@ class Webhook:
             self._post(alert)
 
     def _post(self, alert: Alert) -> None:
-        body = json.dumps({"text": f"[{alert.severity}] {alert.message}", **alert.to_dict()}).encode()
+        body = json.dumps(
+            {"text": f"[{alert.severity}] {alert.message}", **alert.to_dict()}
+        ).encode()
         request = urllib.request.Request(self.url, data=body, headers=self.headers, method="POST")  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=self.timeout):  # noqa: S310
@@ -331,7 +341,9 @@ class LoggerAlert:
 
     def __init__(self, experiment: Any = None, *, severity: str = "warn") -> None:
         if severity not in SEVERITIES:
-            raise ValueError(f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}.")
+            raise ValueError(
+                f"`severity` must be one of {', '.join(SEVERITIES)}, got {severity!r}."
+            )
         self.experiment, self.severity = experiment, severity
 
     def setup_trainer(self, trainer: Any, module: Any) -> None:

@@ -16,30 +16,34 @@ from entropy_monitor.alerts.view import Condition, View
 def bounds(view: View) -> tuple[Array, Array]:
     """Bounds on J and log kap per group, stricter for groups of few heads."""
     rule = view.policy.concentration
-    members = np.maximum(view.reading.members, 1.0)
+    first = 1 + view.layout.layers
     weight = view.bound_weight(rule.full_group)
     groups = view.by_level(rule.evenness_model, rule.evenness_layer, rule.evenness_head)
     evenness = rule.evenness_head + weight * (groups - rule.evenness_head)
-    spread = np.maximum(
-        view.by_level(rule.spread_model, rule.spread_layer, rule.spread_head),
-        rule.spread_head / np.sqrt(members),
-    )
+    spread = view.by_level(rule.spread_model, rule.spread_layer, rule.spread_head)
+    members = np.maximum(view.reading.members[:first], 1.0)
+    spread[:first] = np.maximum(spread[:first], rule.spread_head / np.sqrt(members))
     return evenness, np.log(spread)
 
 
-def level(view: View) -> Condition:
+def conditions(view: View) -> list[Condition]:
+    """`level`, `drop` and, for the severity, `severe`."""
+    limits = bounds(view)
+    return [level(view, limits), drop(view), severe(view, limits)]
+
+
+def level(view: View, limits: tuple[Array, Array]) -> Condition:
     """J below its bound and kap above its bound, both beyond their own noise."""
     rule, margin = view.policy.concentration, view.policy.margin
-    evenness_bound, spread_bound = bounds(view)
+    evenness_bound, spread_bound = limits
     evenness, log_spread = view.reliable
     if not view.has_spread:
         on = evenness < rule.alone * evenness_bound
         keep = view.evenness < rule.alone * margin * evenness_bound
     else:
         on = (evenness < evenness_bound) & (log_spread > spread_bound)
-        keep = (view.evenness < margin * evenness_bound) & (
-            view.log_spread > spread_bound - np.log(margin)
-        )
+        keep = view.evenness < margin * evenness_bound
+        keep &= view.log_spread > spread_bound - np.log(margin)
     heads = slice(1 + view.layout.layers, None)
     on[heads] &= _grew(view)[heads]
     return Condition(name="level", on=on, keep=keep, persist=view.policy.persist)
@@ -67,18 +71,17 @@ def drop(view: View) -> Condition:
     return Condition(name="drop", on=on, keep=keep, persist=policy.abrupt)
 
 
-def severe(view: View) -> Condition:
+def severe(view: View, limits: tuple[Array, Array]) -> Condition:
     """Far beyond the bounds at layer or model level, for a while: a warning becomes an error."""
     rule = view.policy.concentration
-    evenness_bound, spread_bound = bounds(view)
-    evenness, log_spread = view.reliable
-    on = (evenness < evenness_bound) & (log_spread > spread_bound + np.log(rule.error_spread))
-    on[1 + view.layout.layers :] = False
-    if not view.has_spread:
-        on = view.nothing()
-    return Condition(
-        name="severe", on=on, keep=on, persist=max(rule.error_after, view.policy.persist)
-    )
+    on = view.nothing()
+    if view.has_spread:
+        groups = slice(0, 1 + view.layout.layers)
+        evenness, log_spread = view.reliable
+        far = limits[1][groups] + np.log(rule.error_spread)
+        on[groups] = (evenness[groups] < limits[0][groups]) & (log_spread[groups] > far)
+    persist = max(rule.error_after, view.policy.persist)
+    return Condition(name="severe", on=on, keep=on, persist=persist)
 
 
 def _grew(view: View) -> Mask:

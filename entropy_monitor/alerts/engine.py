@@ -183,11 +183,7 @@ class AlertEngine:
     def _collapse(self, alerts: list[Alert], view: View) -> None:
         conditions = []
         if self.policy.concentration.enabled:
-            conditions += [
-                concentration.level(view),
-                concentration.drop(view),
-                concentration.severe(view),
-            ]
+            conditions += concentration.conditions(view)
         if self.policy.logit_growth.enabled:
             conditions += [logit_growth.growth(view), logit_growth.bound(view)]
         event = self._events["collapse"]

@@ -8,6 +8,7 @@ itself.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,11 @@ class Layout:
     def groups(self) -> int:
         """Number of groups: the model, each layer, each head."""
         return 1 + self.layers * (1 + self.heads)
+
+    @cached_property
+    def levels(self) -> NDArray[np.intp]:
+        """0 for the model, 1 for a layer, 2 for a head, ``(G,)``."""
+        return np.repeat([0, 1, 2], [1, self.layers, self.layers * self.heads])
 
     def head(self, group: int) -> tuple[int, int]:
         """Layer and head of a group that is a head."""

@@ -66,10 +66,7 @@ class View:
 
     def by_level(self, model: float, layer: float, head: float) -> Array:
         """One number per level as a vector over groups."""
-        layout = self.layout
-        return np.concatenate(
-            [[model], np.full(layout.layers, layer), np.full(layout.layers * layout.heads, head)]
-        ).astype(np.float64)
+        return np.array([model, layer, head], dtype=np.float64)[self.layout.levels]
 
     def quantile(self) -> Array:
         """Normal quantile of the accepted chance of a false crossing, split over the groups of each level."""
@@ -85,8 +82,11 @@ class View:
 
     def bound_weight(self, full_group: float) -> Array:
         """0 for a group of one head, 1 from ``full_group`` heads on, logarithmic between."""
-        members = np.maximum(self.reading.members, 1.0)
-        weight: Array = np.minimum(np.log(members) / np.log(max(full_group, 1.0 + 1e-9)), 1.0)
+        first = 1 + self.layout.layers  # heads are groups of one
+        members = np.maximum(self.reading.members[:first], 1.0)
+        weight = np.zeros(self.layout.groups)
+        full = np.log(max(full_group, 1.0 + 1e-9))
+        weight[:first] = np.minimum(np.log(members) / full, 1.0)
         return weight
 
     @cached_property
