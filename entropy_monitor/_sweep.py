@@ -105,8 +105,8 @@ class Sweep:
         self.rows_on_device = None if rows is None else rows.to(self.device, non_blocking=True)
         self.query = call.query
         if rows is not None and call.query is not None:
-            assert self.rows_on_device is not None
-            self.query = call.query.take_along_dim(self.rows_on_device[:, None, :, None], 2)
+            everything = Pairs(b0=0, b1=self.batch, h0=0, h1=self.heads)
+            self.query = self._rows(everything, slice(0, self.n_rows)).take(call.query)
         self.columns = torch.zeros(
             (self.batch, self.heads, 1, self.t_k), dtype=self.dtype, device=self.device
         )
@@ -207,18 +207,47 @@ class Sweep:
             block = self.support.block(pairs, rows, real)
             sinks = self.rule.keys(pairs, rows, block, real)
         x, e = self._buffer((pairs.batch, pairs.heads, slots.stop - slots.start, stop - start))
-
         virtual = self._virtual(pairs, slots, logits)
-        self._fill(x, kv, chunk, slots, key, real, block)
-        masked = block.visible is not None
-        if masked and x.is_cuda:  # one more pass is cheaper there than asking
-            overwrite_hidden(x, block)
-        sums = reduce_tile(x, e, block, sinks, virtual)
-        if masked and not x.is_cuda and sums.has_garbage():
+        content = block.count if sinks is None else block.count - sinks.count()
+        visible, weight = block.count, self.weights[..., slots]
+        if weight.shape[0] > 1:
+            weight = weight[pairs.b0 : pairs.b1]
+        if self.padding is not None:
+            assert rows is not None
+            padded = rows.take(pairs.narrow(self.padding)[..., None])[..., 0]
+            visible = torch.where(padded, 0.0, visible)
+            weight = weight * ~padded
+        weight = weight * (content >= 2)
+
+        careful = x.is_cuda  # a GPU is not asked: one more pass is cheaper than waiting for the answer
+        while True:
             self._fill(x, kv, chunk, slots, key, real, block)
-            overwrite_hidden(x, block)
+            if careful:
+                overwrite_hidden(x, block)
             sums = reduce_tile(x, e, block, sinks, virtual)
-        self._keep(pairs, rows, slots, block, sinks, sums, e, out)
+            share = sums.share(weight)
+            if careful or sums.plausible(share):
+                break
+            careful = True
+        if careful:
+            # 0 * NaN is NaN: rows that hold one must not reach the sums over rows.
+            finite = sums.finite()
+            share = torch.where(finite, share, 0.0)
+            e.masked_fill_(~finite[..., None], 0.0)
+        b, h, r, n = e.shape
+        place = pairs.b0 * self.heads + pairs.h0
+        columns = self.columns.view(-1, 1, self.t_k)[place : place + b * h]
+        columns = columns[..., block.start : block.stop]
+        columns.baddbmm_(share.view(b * h, 1, r), e.view(b * h, r, n))
+
+        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.norm]
+        numbers += [visible.expand(b, h, r), content.expand(b, h, r)]
+        if sums.sink_logits is not None:
+            numbers += sums.sink_logits.unbind(-1)
+        keys = None
+        if sinks is not None and sinks.static is None:
+            keys = sinks.columns.expand(b, h, r, -1).permute(3, 0, 1, 2).reshape(-1, b * h, r)
+        out.add(torch.stack(numbers).view(-1, b * h, r), keys)
 
     def _buffer(self, shape: tuple[int, int, int, int]) -> Tensor:
         size = math.prod(shape)
@@ -279,50 +308,6 @@ class Sweep:
                 given = self._rows(pairs, slots).take(given)
             found.append(given.to(self.dtype).expand(pairs.batch, pairs.heads, r, 1))
         return torch.cat(found, -1) if found else None
-
-    def _keep(
-        self,
-        pairs: Pairs,
-        rows: Rows | None,
-        slots: slice,
-        block: Block,
-        sinks: SinkKeys | None,
-        sums: TileSums,
-        e: Tensor,
-        out: _Parts,
-    ) -> None:
-        """Hand on the sums of a tile, and add what its rows give to each content key."""
-        b, h, r, n = e.shape
-        visible = block.count
-        content = visible if sinks is None else visible - sinks.count()
-        weight = self.weights[..., slots]
-        if self.padding is not None:
-            assert rows is not None
-            padded = rows.take(pairs.narrow(self.padding)[..., None])[..., 0]
-            visible = torch.where(padded, 0, visible)
-            weight = weight * ~padded
-        if weight.shape[0] > 1:
-            weight = weight[pairs.b0 : pairs.b1]
-        share = sums.share(weight * (content >= 2))
-
-        # 0 * NaN is NaN: rows that hold one must not reach the sums over rows.
-        if e.is_cuda or not math.isfinite(float((share * sums.norm).sum())):
-            finite = sums.finite()
-            share = torch.where(finite, share, 0.0)
-            e.masked_fill_(~finite[..., None], 0.0)
-        place = pairs.b0 * self.heads + pairs.h0
-        columns = self.columns.view(-1, 1, self.t_k)[place : place + b * h]
-        columns = columns[..., block.start : block.stop]
-        columns.baddbmm_(share.view(b * h, 1, r), e.view(b * h, r, n))
-
-        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.norm]
-        numbers += [visible.expand(b, h, r), content.expand(b, h, r)]
-        if sums.sink_logits is not None:
-            numbers += sums.sink_logits.unbind(-1)
-        keys = None
-        if sinks is not None and sinks.static is None:
-            keys = sinks.columns.expand(b, h, r, -1).permute(3, 0, 1, 2).reshape(-1, b * h, r)
-        out.add(torch.stack(numbers).view(-1, b * h, r), keys)
 
 
 def _groups(pairs: Pairs, per_pair: int, budget: int) -> Iterator[Pairs]:

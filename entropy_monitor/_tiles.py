@@ -14,8 +14,8 @@ from torch import Tensor
 from entropy_monitor._sinks import SinkKeys
 from entropy_monitor._support import HIDDEN, Block
 
-TILE = 2**18
-"""Logits of a tile: 1 MiB in float32; two such buffers are alive at a time."""
+TILE = 2**19
+"""Logits of a tile: 2 MiB in float32; two such buffers are alive at a time."""
 
 _GARBAGE = 1e15
 """A content maximum above this is no logit: `HIDDEN` was added to the product with a hidden key that
@@ -33,11 +33,11 @@ class TileSums:
     mass: Tensor
     """L = sum of exp(l - top)."""
     drop: Tensor
-    """sum of (l - top) exp(l - top), <= 0."""
+    """sum of (l - top) exp(l - top), in bits, <= 0."""
     first: Tensor
-    """sum of l - top."""
+    """sum of l - top, in bits."""
     norm: Tensor
-    """Square root of the sum of (l - top)^2."""
+    """Square root of the sum of (l - top)^2, in bits."""
     sink_logits: Tensor | None
     """(b, h, rows, sinks): logits of the sink keys, then of the learned sinks; -inf for none."""
 
@@ -57,9 +57,9 @@ class TileSums:
             good &= (self.sink_logits < torch.inf).all(-1)
         return good
 
-    def has_garbage(self) -> bool:
-        """Whether a hidden key may have spoilt a row: NaN, infinite, or absurdly large."""
-        return not (math.isfinite(float(self.norm.sum())) and float(self.top.max()) < _GARBAGE)
+    def plausible(self, share: Tensor) -> bool:
+        """Whether no row can be spoilt by a NaN, an infinity or a hidden key with an absurd value."""
+        return float((share * self.norm).sum() + self.top.max()) < _GARBAGE
 
 
 def overwrite_hidden(x: Tensor, block: Block) -> None:
@@ -97,13 +97,10 @@ def reduce_tile(
         sink_logits = virtual if sink_logits is None else torch.cat([sink_logits, virtual], -1)
 
     top = x.amax(-1, keepdim=True)
-    x.sub_(top)
-    if x.is_cuda:
-        torch.exp(x, out=e)
-    else:
-        # exp2 takes half the time of exp on a CPU. The factor comes after the subtraction: before
-        # it, its rounding would cost 5e-4 nats at logits of 1e4.
-        torch.mul(x, _LOG2_E, out=e).exp2_()
+    # exp2 takes half the time of exp on a CPU. The factor comes after the subtraction: before it, its
+    # rounding would cost 5e-4 nats at logits of 1e4.
+    x.sub_(top).mul_(_LOG2_E)
+    torch.exp2(x, out=e)
     # From here on x is 0 at hidden keys and sinks, so that plain sums are sums over the content.
     if block.visible is not None:
         x[..., block.split - block.start :].mul_(block.visible)

@@ -9,6 +9,7 @@ Source: M. Papamichalis and R. Ruane, "Which Question Is Your Attention Metric A
 Rows as Compositional Data", arXiv 2608.14712 (2026).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from entropy_monitor._sinks import SinkRule
 from entropy_monitor._support import HIDDEN, Support
 from entropy_monitor._sweep import RowSums, Sweep
 from entropy_monitor.calls import AttentionCall, RowKind, SinkSpec
+
+_LOG_2 = math.log(2)
 
 __all__ = ["RowKind", "RowStatistics", "measure_call", "row_statistics"]
 
@@ -218,7 +221,8 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     # Rows that do not count get sums that make every formula give 0.
     size = torch.where(counted, m, 1.0)
     mass = torch.where(counted, sums.mass, 1.0)
-    drop, first, norm = (torch.where(counted, x, 0.0) for x in (sums.drop, sums.first, sums.norm))
+    bits = (sums.drop, sums.first, sums.norm)
+    drop, first, norm = (torch.where(counted, x * _LOG_2, 0.0) for x in bits)
     log_mass, log_size = mass.log(), size.log()
     content_entropy = log_mass - drop / mass
     evenness = (content_entropy / torch.where(counted, log_size, 1.0)).clamp_(max=1.0)
