@@ -128,6 +128,10 @@ class Run:
             values[:, entry.columns] = self._block(entry, block)
         return values
 
+    def stats_at(self, step: int) -> tuple[str, ...]:
+        """Return the names of the lines of `frame(step)`."""
+        return tuple(self._steps[self.index(step)].layout["stats"])
+
     def index(self, step: int) -> int:
         """Return the row of a step.
 
