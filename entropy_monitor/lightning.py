@@ -71,8 +71,8 @@ class EntropyMonitor(pl.Callback):
         baseline: Step from which on the first measurement is the baseline of the attribution, or
             ``(first, last)``: these steps together.
         alerts: Policy of the alerts: its name, path or the policy itself; None raises none.
-        on_alert: Called with every alert. One with a method ``setup_trainer(trainer, module)`` is
-            given both first.
+        on_alert: Called with every alert; by default an alarm is a Python warning. One with a
+            method ``setup_trainer(trainer, module)`` is given both first.
         layer_stats: Statistics that loggers get per layer (all are in the record).
         record: Whether to write the record, or the folder to write it into.
         writers: Further writers.
@@ -103,7 +103,7 @@ class EntropyMonitor(pl.Callback):
         probe: Any = None,
         baseline: int | tuple[int, int] = 0,
         alerts: Any = "default",
-        on_alert: Sequence[Action] = (),
+        on_alert: Sequence[Action] | None = None,
         layer_stats: Sequence[str] = LAYER_STATISTICS,
         record: bool | str = True,
         writers: Sequence[Writer] = (),
@@ -148,7 +148,7 @@ class EntropyMonitor(pl.Callback):
             on_error=on_error,
             prefix=name,
         )
-        self._on_alert = tuple(on_alert)
+        self._on_alert = tuple(on_alert or ())
         self._record = record
         self._record_folder: str | None = None
         self._prog_bar = prog_bar
@@ -276,7 +276,8 @@ class EntropyMonitor(pl.Callback):
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            self._pipeline.add_writer(writer_for(logger))
+            # The tab of a run belongs to the monitor without a name.
+            self._pipeline.add_writer(writer_for(logger, tab=not self.name))
         if folder is not None:
             self._record_folder = str(folder)
             header = {key: value for key, value in self._options.items() if key != "on_error"}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from entropy_monitor.alerts import Alert, AlertEngine, AlertPolicy
+from entropy_monitor.alerts.actions import warn_alert
 from entropy_monitor.attribution import EntropyChange, attribute_change
 from entropy_monitor.names import (
     CHANGE_NAMES,
@@ -63,7 +64,7 @@ class Pipeline:
         baseline: Optimiser step from which on the first snapshot is the baseline of the
             attribution, or ``(first, last)``: the snapshots of these steps together.
         policy: When to alert: a policy, the name or path of one, or None for no alerts.
-        on_alert: Called with every alert, in order.
+        on_alert: Called with every alert, in order; by default an alarm is a Python warning.
         layer_stats: Statistics written per layer.
         prefix: First part of every tag, to tell several monitors of one run apart.
         on_error: ``"warn"`` leaves a failing part out, ``"raise"`` lets its error through.
@@ -75,7 +76,7 @@ class Pipeline:
         writers: Iterable[Writer] = (),
         baseline: int | tuple[int, int] = 0,
         policy: AlertPolicy | str | None = "default",
-        on_alert: Sequence[Action] = (),
+        on_alert: Sequence[Action] | None = None,
         layer_stats: Sequence[str] = LAYER_STATISTICS,
         prefix: str = "",
         on_error: str = "warn",
@@ -95,7 +96,7 @@ class Pipeline:
         self._layer_stats = check_statistics(layer_stats, argument="layer_stats")
         self._policy = AlertPolicy.load(policy) if isinstance(policy, str) else policy
         self._engine = AlertEngine(self._policy) if self._policy is not None else None
-        self._actions: list[Action] = list(on_alert)
+        self._actions: list[Action] = list((warn_alert,) if on_alert is None else on_alert)
         self._prefix = f"{prefix}/" if prefix else ""
         self._on_error = on_error
         self._told: set[str] = set()

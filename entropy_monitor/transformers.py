@@ -50,8 +50,8 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         probe: A fixed batch measured instead of the training batch, see `EntropyMonitor`.
         baseline: Step of the baseline of the attribution, or ``(first, last)``.
         alerts: Policy of the alerts; None raises none.
-        on_alert: Called with every alert. One with a method ``setup_trainer(trainer, module)`` is
-            given both first.
+        on_alert: Called with every alert; by default an alarm is a Python warning. One with a
+            method ``setup_trainer(trainer, module)`` is given both first.
         layer_stats: Statistics that are logged per layer. None by default, since the Trainer prints
             all that it logs; record and tab have every layer and head.
         record: Whether to write the record, or the folder to write it into.
@@ -76,7 +76,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         probe: Any = None,
         baseline: int | tuple[int, int] = 0,
         alerts: Any = "default",
-        on_alert: Sequence[Action] = (),
+        on_alert: Sequence[Action] | None = None,
         layer_stats: Sequence[str] = (),
         record: bool | str = True,
         writers: Sequence[Writer] = (),
@@ -118,7 +118,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
             on_error=on_error,
             prefix=name,
         )
-        self._on_alert = tuple(on_alert)
+        self._on_alert = tuple(on_alert or ())
         self._record = record
         self._on_error = on_error
         self._trainer: Any = None
@@ -294,7 +294,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
             header = {key: value for key, value in self._options.items() if key != "on_error"}
             self._pipeline.add_writer(RecordWriter(folder, header=header, name=record))
         board = _tensorboard_writer(self._trainer)
-        if board is not None:
+        if board is not None and not self.name:
             # The Trainer logs the scalars; the tab needs the heads and alerts.
             self._pipeline.add_writer(TensorBoardWriter(board, scalars=False))
 

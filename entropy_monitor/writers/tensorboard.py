@@ -66,6 +66,7 @@ class TensorBoardWriter:
         layers: Layers that get scalars of their own: None for all as long as there are no more than
             512 tags (more are left out with one warning), or names.
         scalars: Whether to write scalars; False where the host logs them itself.
+        tab: Whether to write what the Attention tab shows; one monitor of a run does.
         images: Statistics to draw as heat maps (layers x heads) in the Images tab; none by default.
         histograms: Statistics to write as histograms over heads; none by default.
         custom_scalars: Whether to write the layout of the Custom Scalars tab. TensorBoard keeps one
@@ -86,6 +87,7 @@ class TensorBoardWriter:
         *,
         layers: Sequence[str] | None = None,
         scalars: bool = True,
+        tab: bool = True,
         images: Iterable[str] = (),
         histograms: Iterable[str] = (),
         custom_scalars: bool = True,
@@ -93,11 +95,12 @@ class TensorBoardWriter:
     ) -> None:
         self.layers = None if layers is None else tuple(layers)
         self.scalars = scalars
+        self.tab = tab
         self.images = check_statistics(images, argument="images")
         self.histograms = check_statistics(histograms, argument="histograms")
         self._owned = isinstance(target, (str, os.PathLike))
         self.summary_writer = _open(target) if self._owned else target
-        self._layout_pending = custom_scalars
+        self._layout_pending = custom_scalars and tab
         self._alerts = list(alerts)
         self._count = len(self._alerts)
         self._ranges: dict[str, tuple[float, float]] = {}
@@ -181,8 +184,8 @@ class TensorBoardWriter:
             summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
         ]
         values += [self._image(emission, name) for name in self.images]
-        tensors = [heads_summary(emission)]
-        if emission.alerts:
+        tensors = [heads_summary(emission)] if self.tab else []
+        if emission.alerts and self.tab:
             tensors.append(alerts_summary(self._alerts, self._count))
         try:
             _use_fast_checksum(file_writer)
