@@ -1,10 +1,11 @@
 """Which keys are the sink of each row of a block.
 
-The rule `first`: let f(i) be the first key row i may see. f(i) is the sink of row i if row f(i) also
-starts at f(i); otherwise the row has none. That gives key 0 for plain causal and full attention, the
-first real token under left padding, each document's own first token in packed batches, and no sink
-where a window no longer reaches the start. Where row f(i) is another token (cross-attention, or
-q_len != k_len) it is the first visible key of a row whose window still reaches it.
+The rule `first`: let f(i) be the first key row i may see. f(i) is the sink of row i if row f(i)
+also starts at f(i); otherwise the row has none. That gives key 0 for plain causal and full
+attention, the first real token under left padding, each document's own first token in packed
+batches, and no sink where a window no longer reaches the start. Where row f(i) is another token
+(cross-attention, or q_len != k_len) it is the first visible key of a row whose window still reaches
+it.
 """
 
 from dataclasses import dataclass, replace
@@ -65,9 +66,12 @@ class SinkRule:
         """The columns, where they are the same for all rows of the call."""
         if isinstance(self.spec, tuple):
             self.static = self.spec
-        elif self.spec == "first" and not support.masked:
-            if support.call.window is None or not support.call.is_square_self:
-                self.static = (0,)
+        elif (
+            self.spec == "first"
+            and not support.masked
+            and (support.call.window is None or not support.call.is_square_self)
+        ):
+            self.static = (0,)
 
     def keys(
         self, pairs: Pairs, rows: Rows, block: Block, logits: Tensor | None = None

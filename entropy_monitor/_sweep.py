@@ -13,7 +13,7 @@ from torch import Tensor
 
 from entropy_monitor._sinks import SinkKeys, SinkRule
 from entropy_monitor._support import HIDDEN, Block, Pairs, Rows, Support
-from entropy_monitor._tiles import TILE, TileSums, overwrite_hidden, reduce_tile
+from entropy_monitor._tiles import TILE, overwrite_hidden, reduce_tile
 from entropy_monitor.calls import AttentionCall
 
 _KEY_ELEMENTS = 2**20
@@ -219,7 +219,9 @@ class Sweep:
             weight = weight * ~padded
         weight = weight * (content >= 2)
 
-        careful = x.is_cuda  # a GPU is not asked: one more pass is cheaper than waiting for the answer
+        careful = (
+            x.is_cuda
+        )  # a GPU is not asked: one more pass is cheaper than waiting for the answer
         while True:
             self._fill(x, kv, chunk, slots, key, real, block)
             if careful:

@@ -18,8 +18,8 @@ TILE = 2**19
 """Logits of a tile: 2 MiB in float32; two such buffers are alive at a time."""
 
 _GARBAGE = 1e15
-"""A content maximum above this is no logit: `HIDDEN` was added to the product with a hidden key that
-holds something as large."""
+"""A content maximum above this is no logit: `HIDDEN` was added to the product with a hidden key
+that holds something as large."""
 
 _LOG2_E = math.log2(math.e)
 
@@ -42,7 +42,7 @@ class TileSums:
     """(b, h, rows, sinks): logits of the sink keys, then of the learned sinks; -inf for none."""
 
     def share(self, weight: Tensor) -> Tensor:
-        """weight * (1 - s) / L: what exp(l - top) has to be multiplied with to give weight * p."""
+        """Return weight * (1 - s) / L: times exp(l - top), that is weight * p."""
         total = self.mass
         if self.sink_logits is not None:
             sinks = self.sink_logits
@@ -58,7 +58,7 @@ class TileSums:
         return good
 
     def plausible(self, share: Tensor) -> bool:
-        """Whether no row can be spoilt by a NaN, an infinity or a hidden key with an absurd value."""
+        """Whether no row is spoilt by a NaN, an infinity or the absurd value of a hidden key."""
         return float((share * self.norm).sum() + self.top.max()) < _GARBAGE
 
 
@@ -97,8 +97,8 @@ def reduce_tile(
         sink_logits = virtual if sink_logits is None else torch.cat([sink_logits, virtual], -1)
 
     top = x.amax(-1, keepdim=True)
-    # exp2 takes half the time of exp on a CPU. The factor comes after the subtraction: before it, its
-    # rounding would cost 5e-4 nats at logits of 1e4.
+    # exp2 takes half the time of exp on a CPU. The factor comes after the subtraction: before it,
+    # its rounding would cost 5e-4 nats at logits of 1e4.
     x.sub_(top).mul_(_LOG2_E)
     torch.exp2(x, out=e)
     # From here on x is 0 at hidden keys and sinks, so that plain sums are sums over the content.
@@ -130,7 +130,7 @@ def _take_sinks(x: Tensor, sinks: SinkKeys | None, block: Block) -> Tensor | Non
 
 
 def _overflow_to_nan(logits: Tensor) -> Tensor:
-    """Copy with NaN for -inf: a visible sink at -inf is a product that overflowed, not an absent one."""
+    """Copy with NaN for -inf: a visible sink at -inf is an overflow, not an absent sink."""
     return logits.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.nan)
 
 

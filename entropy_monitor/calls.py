@@ -1,7 +1,7 @@
 """What one attention layer was asked: `AttentionCall`, the row kinds, and which rows are looked at.
 
-A *call* is one attention computed in a forward pass. It comes in one of two forms: query and key, or
-the logits themselves where only the input of a softmax was seen (eager attention). *Support* is
+A *call* is one attention computed in a forward pass. It comes in one of two forms: query and key,
+or the logits themselves where only the input of a softmax was seen (eager attention). *Support* is
 boolean, True = visible. Nothing is computed here; `statistics.py` does that.
 """
 
@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 SinkSpec: TypeAlias = str | int | Sequence[int] | Tensor
-"""Which keys are the sink: `"first"`, `"none"`, `"learned"`, key positions (negative ones count from
-the end), or a bool tensor (batch, keys)."""
+"""Which keys are the sink: `"first"`, `"none"`, `"learned"`, key positions (negative ones count
+from the end), or a bool tensor (batch, keys)."""
 
 SINK_RULES = ("first", "none", "learned")
 
@@ -25,14 +25,15 @@ SINK_RULES = ("first", "none", "learned")
 class RowKind(IntEnum):
     """What an attention row can be counted for. A row is of the first kind below that fits it.
 
-    `EMPTY` > `NONFINITE` > `NO_CONTENT` > `TRIVIAL` > `NO_SINK` > `VALID`, in this order of priority.
-    Averages run over `VALID` and `NO_SINK`; the other kinds are counted, never silently dropped.
+    `EMPTY` > `NONFINITE` > `NO_CONTENT` > `TRIVIAL` > `NO_SINK` > `VALID`, in this order of
+    priority. Averages run over `VALID` and `NO_SINK`; the other kinds are counted, never silently
+    dropped.
     """
 
     VALID = 0
     """The row sees a sink and at least two content keys."""
     NO_SINK = 1
-    """No sink key is in the support, as in a sliding window: s = 0 by construction, H(pi) = H(p)."""
+    """No sink key is in the support, as in a sliding window: s = 0, H(pi) = H(p)."""
     TRIVIAL = 2
     """One content key: H(pi) = 0 by construction."""
     NO_CONTENT = 3
@@ -50,7 +51,7 @@ class AttentionCall:
     Args:
         query: Queries, with rotary embedding and normalisation applied.
         key: Keys; the number of query heads is a multiple of the number of key heads (GQA).
-        logits: The input of the softmax instead of query and key: scale, bias and soft-cap are in it,
+        logits: The input of the softmax, instead of query and key: scale, bias and soft-cap are in;
             masked entries are -inf or at most `masked_below(logits.dtype)`.
         scale: Factor on q.k; None means 1/sqrt(width).
         mask: Bool (True = visible) or additive; broadcastable to (batch, heads, queries, keys).
@@ -59,8 +60,8 @@ class AttentionCall:
         sink_logits: Logits of a learned sink, a virtual key without value: one per head, or one per
             batch, head and query. Always part of the sink.
         virtual_columns: How many trailing columns of `logits` are learned sinks.
-        window: A row at position p sees no key before p - window + 1 (and, if not causal, none after
-            p + window - 1).
+        window: A row at position p sees no key before p - window + 1 (and, if not causal, none
+            after p + window - 1).
         owner: Qualified name of the module that computed it.
         index: Which call of this module in one forward, from 0.
         cross: True for cross-attention. None: decided by the shapes (square means self-attention).
@@ -225,11 +226,12 @@ def select_rows(
 ) -> tuple[Int[Tensor, "batch rows"], Float[Tensor, "batch rows"]]:
     """Choose the query rows to measure: the first ones, and one of every stratum of the others.
 
-    The first `exact_first` rows are all taken with weight 1: their supports are short and differ most.
-    The rest is cut into `count` equal strata, one uniform draw in each, weighted by the length of the
-    stratum, so that a weighted mean over the rows is an unbiased estimate of the mean over all rows.
-    Different sequences of a batch get different rows, which the standard errors between sequences
-    need, and the same slot gets the same rows at every step. The global random state is not touched.
+    The first `exact_first` rows are all taken with weight 1: their supports are short and differ
+    most. The rest is cut into `count` equal strata, one uniform draw in each, weighted by the
+    length of the stratum, so that a weighted mean over the rows is an unbiased estimate of the mean
+    over all rows. Different sequences of a batch get different rows, which the standard errors
+    between sequences need, and the same slot gets the same rows at every step. The global random
+    state is not touched.
 
     Args:
         t_q: Number of queries.
@@ -294,7 +296,7 @@ def _draw_rows(
 def sink_positions(
     sink: SinkSpec, batch: int, keys: int
 ) -> str | tuple[int, ...] | Bool[Tensor, "batch keys"]:
-    """Read a sink specification: a rule by name, sorted key positions, or a bool tensor per sequence.
+    """Read a sink specification: the name of a rule, sorted positions, or a bool tensor.
 
     Raises:
         ValueError: If the name is unknown, a position is outside [-keys, keys), or the tensor is

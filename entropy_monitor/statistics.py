@@ -1,9 +1,9 @@
 """Exact statistics of attention rows: `AttentionCall` -> `RowStatistics`.
 
-One attention row is one (batch, head, query). Its sink mass s and its content composition pi are kept
-apart from the start, so that both stay exact however little mass one of them holds. Entropies are in
-nats, masses in [0, 1]. Computed by tiles in float32 (float64 for float64 inputs); a matrix of
-batch x heads x T x T never exists.
+One attention row is one (batch, head, query). Its sink mass s and its content composition pi are
+kept apart from the start, so that both stay exact however little mass one of them holds. Entropies
+are in nats, masses in [0, 1]. Computed by tiles in float32 (float64 for float64 inputs); a matrix
+of batch x heads x T x T never exists.
 
 Source: M. Papamichalis and R. Ruane, "Which Question Is Your Attention Metric Answering? Attention
 Rows as Compositional Data", arXiv 2608.14712 (2026).
@@ -32,8 +32,9 @@ __all__ = ["RowKind", "RowStatistics", "measure_call", "row_statistics"]
 class RowStatistics:
     """What was measured of each row. Undefined values are 0, never NaN; `kind` says why.
 
-    l is the logit after scale, bias and soft-cap; S the visible sink keys, C the visible content keys,
-    z = LSE_S - LSE_C the log-odds of the sink, sigma and pi the softmax over S and over C alone.
+    l is the logit after scale, bias and soft-cap; S the visible sink keys, C the visible content
+    keys, z = LSE_S - LSE_C the log-odds of the sink, sigma and pi the softmax over S and over C
+    alone.
 
     | kind | what is defined |
     |---|---|
@@ -90,11 +91,13 @@ def measure_call(
     rows: Int[Tensor, "batch rows"] | None = None,
     weights: Float[Tensor, "batch rows"] | Float[Tensor, " rows"] | None = None,
 ) -> RowStatistics:
-    """Statistics of the rows of one call. No gradient, no autocast, no use of the global random state.
+    """Statistics of the rows of one call.
+
+    Without gradient or autocast, and without touching the global random state.
 
     Args:
         call: What the layer was asked.
-        sink: Which keys are the sink; `"learned"` means the virtual key of `sink_logits` alone. Learned
+        sink: Which keys are the sink; `"learned"` means the virtual key alone. Learned
             sinks belong to S under every rule.
         rows: Query indices to look at, ascending for speed and on the CPU to spare a transfer
             (`select_rows`); None for every row.
@@ -104,7 +107,8 @@ def measure_call(
         ValueError: If `sink`, `rows` or `weights` do not fit the call.
 
     Examples:
-        >>> call = AttentionCall(query=torch.zeros(1, 1, 3, 8), key=torch.zeros(1, 1, 3, 8), is_causal=True)
+        >>> zeros = torch.zeros(1, 1, 3, 8)
+        >>> call = AttentionCall(query=zeros, key=zeros, is_causal=True)
         >>> measure_call(call).sink_mass[0, 0]
         tensor([1.0000, 0.5000, 0.3333])
     """
@@ -153,8 +157,8 @@ def row_statistics(
             broadcastable to (batch, heads, queries, keys).
         is_causal: Row i sees keys up to i + keys - queries.
         sink: `"first"`: the first key f(i) that row i sees, if row f(i) starts there too (in
-            cross-attention and where lengths differ: the first visible key). Or key positions, a bool
-            tensor (batch, keys), `"none"`, `"learned"`.
+            cross-attention and where lengths differ: the first visible key). Or key positions, a
+            bool tensor (batch, keys), `"none"`, `"learned"`.
         softcap: c in c * tanh(l / c), applied before the mask.
         sink_logits: Logits of a learned sink, a virtual key that always belongs to S.
         window: Sliding window in keys: the row at position p sees p - window + 1 and later keys.
@@ -164,16 +168,16 @@ def row_statistics(
         One value per (batch, head, row); float32, or float64 for float64 inputs.
 
     Raises:
-        ValueError: If an argument does not fit the others; the message names it, what is allowed and
-            what was given.
+        ValueError: If an argument does not fit the others; the message names it, what is
+            allowed and what was given.
 
     Examples:
         A sink that takes 90 % of the mass, and two content keys in the ratio 4:1.
 
         >>> logits = torch.tensor([0.90, 0.08, 0.02]).log()
         >>> stats = row_statistics(torch.ones(1, 1, 1, 1), logits.view(1, 1, 3, 1), scale=1.0)
-        >>> [round(x.item(), 4) for x in (stats.sink_mass, stats.content_entropy, stats.total_entropy)]
-        [0.9, 0.5004, 0.3751]
+        >>> [round(x.item(), 4) for x in (stats.sink_mass, stats.content_entropy)]
+        [0.9, 0.5004]
     """
     call = AttentionCall(
         query=query,

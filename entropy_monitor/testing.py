@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from entropy_monitor.calls import RowKind, SinkSpec, masked_below
@@ -24,24 +25,24 @@ _FLOATS = (
 class ReferenceStatistics:
     """The fields of `RowStatistics` as numpy arrays in float64, (batch, heads, rows)."""
 
-    sink_mass: np.ndarray[Any, Any]
-    content_mass: np.ndarray[Any, Any]
-    log_odds: np.ndarray[Any, Any]
-    binary_entropy: np.ndarray[Any, Any]
-    content_entropy: np.ndarray[Any, Any]
-    total_entropy: np.ndarray[Any, Any]
-    sink_entropy: np.ndarray[Any, Any]
-    evenness: np.ndarray[Any, Any]
-    concentration: np.ndarray[Any, Any]
-    max_logit: np.ndarray[Any, Any]
-    logit_spread: np.ndarray[Any, Any]
-    logit_range: np.ndarray[Any, Any]
-    support: np.ndarray[Any, Any]
-    kind: np.ndarray[Any, Any]
-    rows: np.ndarray[Any, Any]
-    best_column_mass: np.ndarray[Any, Any]
+    sink_mass: NDArray[Any]
+    content_mass: NDArray[Any]
+    log_odds: NDArray[Any]
+    binary_entropy: NDArray[Any]
+    content_entropy: NDArray[Any]
+    total_entropy: NDArray[Any]
+    sink_entropy: NDArray[Any]
+    evenness: NDArray[Any]
+    concentration: NDArray[Any]
+    max_logit: NDArray[Any]
+    logit_spread: NDArray[Any]
+    logit_range: NDArray[Any]
+    support: NDArray[Any]
+    kind: NDArray[Any]
+    rows: NDArray[Any]
+    best_column_mass: NDArray[Any]
     """(batch, heads)."""
-    column_mass: np.ndarray[Any, Any]
+    column_mass: NDArray[Any]
     """(batch, heads, keys): weighted mean of p over the rows that count."""
 
 
@@ -97,7 +98,7 @@ def reference_row_statistics(
     columns, totals = np.zeros((b, h, t_k)), np.zeros((b, h))
     for i in range(b):
         for j in range(h):
-            for slot, row in enumerate(chosen[i]):
+            for slot, row in enumerate(chosen[i].tolist()):
                 in_sink = _sink_of_row(sink, i, row, visible[i, j], unwindowed[i, j], square)
                 values, p = _one_row(
                     full[i, j, row],
@@ -127,7 +128,7 @@ def reference_row_statistics(
 def assert_matches_reference(
     stats: object, reference: ReferenceStatistics, *, atol: float = 1e-5, rtol: float = 0.0
 ) -> None:
-    """Compare `RowStatistics` with the reference: kinds and supports exactly, numbers to a tolerance.
+    """Compare `RowStatistics` with the reference: kinds exactly, numbers to a tolerance.
 
     Logit values, which have no scale of their own, may differ by `atol` times their size.
 
@@ -249,7 +250,7 @@ def _entropy(values: Any) -> float:
 
 def _one_row(
     logits: Any, visible: Any, in_sink: Any, virtual: Any, padded: bool
-) -> tuple[dict[str, float], Any]:
+) -> tuple[dict[str, Any], Any]:
     """Values of one row, and p over the keys if the row counts."""
     if padded or not visible.any():
         return {"kind": RowKind.EMPTY}, None
@@ -259,7 +260,7 @@ def _one_row(
     m = len(content)
     if not np.isfinite(np.concatenate([content, sinks])).all():
         return {"kind": RowKind.NONFINITE, "support": m}, None
-    out: dict[str, float] = {
+    out: dict[str, Any] = {
         "support": m,
         "max_logit": float(np.concatenate([content, sinks]).max()),
         "sink_entropy": _entropy(sinks) if len(sinks) else 0.0,
