@@ -5,6 +5,7 @@ it and may close in any order. It sits below autograd and autocast and sees ever
 runs, in eager mode and inside inductor's graphs, without a recompilation.
 """
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from entropy_monitor.capture.fused import FusedWay
@@ -149,6 +151,10 @@ class _Tap(_PlainTap):  # type: ignore[no-untyped-call]
 
 
 def _dispatch(tap: _PlainTap, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_inference_mode_enabled() and _is_composite(func):
+        # Without autograd, operations made of others arrive whole: take them apart as it would.
+        with tap:
+            return func.decompose(*args, **kwargs)
     out = func(*args, **kwargs)
     try:
         try:
@@ -168,6 +174,13 @@ def _dispatch(tap: _PlainTap, func: Any, args: tuple[Any, ...], kwargs: dict[str
     except Exception as error:
         tap.hub.failed(error)
     return out
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
 
 
 _PROJECTIONS = frozenset(
@@ -190,11 +203,26 @@ def _remove(mode: TorchDispatchMode) -> None:
     if mode not in stack:
         return
     above = [_pop_mode() for _ in range(depth - 1 - stack.index(mode))]
+    kept = {name: getattr(_python_dispatch, name) for name in _FLAGS.values()} if above else {}
+    for flags in _FLAGS if above else ():
+        # What the next mode will restore when it leaves is what we would have restored.
+        getattr(above[-1], flags)[-1] = getattr(mode, flags)[-1]
     try:
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     finally:
+        for name, value in kept.items():
+            setattr(_python_dispatch, name, value)
         for other in reversed(above):
             _push_mode(other)
+
+
+_FLAGS = {
+    "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
+    "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
+    "old_without_ignore_compile_internals_dispatch_mode_flags": (
+        "_is_in_any_mode_without_ignore_compile_internals"
+    ),
+}
 
 
 class _Stances:

@@ -62,8 +62,8 @@ class Owner:
         args: Positional arguments of its call.
         kwargs: Keyword arguments of its call.
         compiled: Compiled code lies between the kernel and the module: the true owner is below it.
-        forward: Identity of the outermost call into the model on the stack; kept alive, so that two
-            forwards never look the same.
+        forward: Identity of the outermost call into the model on the stack: its keyword arguments,
+            kept alive, so that two forwards never look the same; for a method a tuple.
     """
 
     name: str
@@ -72,6 +72,12 @@ class Owner:
     kwargs: dict[str, Any]
     compiled: bool
     forward: Any
+
+    def continues(self, forward: Any) -> bool:
+        """Whether this is still the forward pass of that identity."""
+        if isinstance(forward, tuple):
+            return bool(forward == self.forward)
+        return forward is self.forward
 
     @property
     def heads(self) -> int | None:
@@ -268,7 +274,8 @@ def _innermost(module: nn.Module) -> nn.Module:
 def _unwrapped(module: nn.Module) -> nn.Module | None:
     children = module._modules
     for attribute in _WRAPPED:
-        wrapped = children.get(attribute)
+        # Scripted modules keep their children in a mapping without `get`.
+        wrapped = children[attribute] if attribute in children else None
         if wrapped is not None and (
             attribute != "module" or _WRAPPER.search(type(module).__name__)
         ):

@@ -10,6 +10,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+_NEW_SHAPE = "compiled code computed attention of a shape that was not seen before"
+_SEVERAL_KINDS = "compiled code computes several kinds of attention of the same shape"
+_TOO_MANY = "compiled code computed more attention than was seen before"
+COMPILED_UNSURE = frozenset((_NEW_SHAPE, _SEVERAL_KINDS, _TOO_MANY))
+"""Reasons why a call inside compiled code gets no name."""
+
 Signature = tuple[int, int]
 """Query heads and head width (0 where only logits were seen)."""
 
@@ -72,15 +78,15 @@ class Naming:
         """The next call of this shape below `unit`, or why it cannot be named."""
         group = self._plan.below(unit, self._root, signature)
         if not group:
-            return "compiled code computed attention of a shape that was not seen before"
+            return _NEW_SHAPE
         if len({re.sub(r"\d+", "*", call.owner) for call in group}) > 1:
-            return "compiled code computes several kinds of attention of the same shape"
+            return _SEVERAL_KINDS
         self._units.add((unit, signature))
         for call in group:
             if (call.owner, call.index) not in self._taken:
                 self._taken.add((call.owner, call.index))
                 return call
-        return "compiled code computed more attention than was seen before"
+        return _TOO_MANY
 
     @property
     def complete(self) -> bool:

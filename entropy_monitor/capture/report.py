@@ -26,6 +26,7 @@ class CaptureReport:
         foreign: Calls of modules that are not part of the model (an EMA copy, a teacher), per class.
         reliable: False if names of calls inside compiled code could not be told apart, so that the
             numbers of this window must not be used.
+        notes: What the session decided for the windows to come.
         candidates: How many modules of the model look like attention.
     """
 
@@ -39,6 +40,7 @@ class CaptureReport:
     skipped: dict[str, int] = field(default_factory=dict)
     foreign: dict[str, int] = field(default_factory=dict)
     reliable: bool = True
+    notes: list[str] = field(default_factory=list)
     candidates: int = 0
 
     @property
@@ -88,6 +90,7 @@ class CaptureReport:
             parts.append(
                 "Calls inside compiled code could not be told apart: this window does not count."
             )
+        parts.extend(self.notes)
         parts.extend(f"Error: {type(error).__name__}: {error}." for error in self.errors[:3])
         return " ".join(part for part in parts if part)
 

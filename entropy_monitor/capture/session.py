@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from entropy_monitor.capture.owners import Owners
-from entropy_monitor.capture.plan import Plan
+from entropy_monitor.capture.plan import COMPILED_UNSURE, Plan
 from entropy_monitor.capture.window import OnCall, Window
 
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|mha(?![a-z])", re.IGNORECASE)
@@ -23,7 +23,7 @@ _NOT_COMPUTED = (
     "it ran, but no fused attention kernel was called in it, nor a softmax of q.k scores whose result "
     "multiplied values; attention of another form, or one that is hidden in a single operation"
 )
-_HIDDEN = "computed inside compiled code, where it cannot be seen"
+_UNCOMPILED = "Compiled code hides attention or mixes its order ({}): monitored steps run uncompiled from now on."
 _ABSENT = (
     "seen in an earlier window, but not in this one: compiled code hides it, or it did not run"
 )
@@ -116,7 +116,7 @@ class CaptureSession:
         report.candidates = len(self._candidates())
         if window.discovering:
             self._learn(window)
-        elif "torch._dynamo" in sys.modules and not self._uncompiled:
+        elif not self._uncompiled:
             self._compare(window)
         report.unseen.update({n: r for n, r in self.plan.unseen.items() if n not in report.seen})
         report.idle = self.plan.idle
@@ -127,10 +127,10 @@ class CaptureSession:
         report = window.report
         if report.errors and not report.seen:
             return
-        found_again = self._missing & set(report.seen)
-        if found_again:
-            report.opaque.update(dict.fromkeys(sorted(found_again), _HIDDEN))
-            self._uncompiled = self._compiled == "force_eager"
+        hidden = sorted(self._missing & set(report.seen))
+        if hidden:
+            self._uncompiled = True
+            report.notes.append(_UNCOMPILED.format(", ".join(hidden[:4])))
         self._missing.clear()
         self.plan.learn(window.order)
         ran = [name for name in self._candidates() if name in window.ran_modules]
@@ -144,17 +144,23 @@ class CaptureSession:
         self._discovered = bool(window.ran_modules or report.seen)
 
     def _compare(self, window: Window) -> None:
+        """Look for calls that discovery saw and a window that left compiled code alone did not."""
         report = window.report
-        if any("compiled code" in reason for reason in report.lost.values()) or not report.reliable:
-            self._uncompiled = self._compiled == "force_eager"
-        missing = self.plan.names - set(report.seen) - set(report.skipped)
-        if not missing or not report.seen and not report.lost and not window.ran_modules:
+        if not report.reliable or COMPILED_UNSURE & set(report.lost.values()):
+            if self._compiled == "force_eager":
+                self._uncompiled = True
+                report.notes.append(_UNCOMPILED.format(", ".join(report.lost) or self.root_name))
             return
-        if self._compiled == "force_eager" and self._rediscoveries < _REDISCOVERIES:
+        missing = self.plan.names - set(report.seen) - set(report.skipped)
+        if not missing or not _something_was_compiled():
+            return
+        if self._compiled == "force_eager":
+            if self._rediscoveries == _REDISCOVERIES:
+                return
             self._rediscoveries += 1
             self._missing = missing
             self._discovered = False
-            report.opaque.update(dict.fromkeys(sorted(missing), _ABSENT))
+        report.opaque.update(dict.fromkeys(sorted(missing), _ABSENT))
 
     def _candidates(self) -> list[str]:
         """Names of modules that own parameters and whose class name looks like attention."""
@@ -164,6 +170,12 @@ class CaptureSession:
             if _LOOKS_LIKE_ATTENTION.search(kind := type(module).__name__)
             or (self._pattern is not None and fnmatch.fnmatch(kind, self._pattern))
         ]
+
+
+def _something_was_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
 def _innermost(names: Iterable[str]) -> Iterator[str]:

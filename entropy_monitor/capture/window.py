@@ -112,7 +112,7 @@ class Window:
     # Naming and handing over ------------------------------------------------------------------------
 
     def _receive(self, found: Found, owner: Owner) -> None:
-        if owner.forward is not self._forward:
+        if not owner.continues(self._forward):
             self._next_forward(owner.forward)
         if isinstance(found, Lost):
             (self.report.opaque if found.opaque else self.report.lost)[owner.name] = found.reason

@@ -1,0 +1,257 @@
+"""torch.compile in its usual forms: names, numbers, no recompilation, and nothing hidden silently."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from entropy_monitor.capture import CaptureSession
+from tests.capture.helpers import capture, gradients
+from tests.handmade import WIDTH, Fused, NanoGPT
+
+pytestmark = [
+    # Dynamo itself touches deprecated names and gradients of non-leaves while it traces.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+class Block(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class Quiet(Fused):
+    """The fused kernel and nothing else."""
+
+    dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        y = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout
+        )
+        return self.merge(y)
+
+
+class Written(NanoGPT):
+    """Softmax by hand, which inductor fuses."""
+
+    def keep(self, weights: Tensor) -> None:
+        pass
+
+
+class Dropping(Quiet):
+    """Dropout on the weights: no fused kernel on a CPU."""
+
+    dropout = 0.1
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module] = Quiet, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(kind) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Towers(nn.Module):
+    """Two independent stacks of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Stack(depth=1), Stack(depth=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(2 * x)
+
+
+NAMES = [f"layers.{n}.attention" for n in range(3)]
+
+
+def stack(kind: Callable[[], nn.Module] = Quiet, depth: int = 3) -> Stack:
+    torch.manual_seed(0)
+    return Stack(kind, depth)
+
+
+def x(length: int = 8) -> Tensor:
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def whole(model: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def in_place(model: nn.Module, backend: str) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def per_layer(model: nn.Module, backend: str) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return model
+
+
+def wrapped_layers(model: nn.Module, backend: str) -> nn.Module:
+    for n, layer in enumerate(model.layers):
+        model.layers[n] = torch.compile(layer, backend=backend)
+    return model
+
+
+def dynamic(model: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(model, backend=backend, dynamic=True)
+
+
+FORMS = [
+    (form, attach)
+    for form in (whole, in_place, per_layer, wrapped_layers, dynamic)
+    for attach in ("before", "after")
+    if (form, attach) != (dynamic, "before")
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("form", "attach"), FORMS)
+def test_names_and_numbers_without_recompiling(
+    form: Callable[[nn.Module, str], nn.Module], attach: str, backend: str
+) -> None:
+    plain, reference = form(stack(), backend), stack()
+    expected = plain(x())
+    expected.backward()
+    graphs = counters["stats"]["unique_graphs"]
+
+    raw = stack()
+    session = CaptureSession(raw, on_error="raise") if attach == "before" else None
+    model = form(raw, backend)
+    session = session or CaptureSession(model, on_error="raise")
+    first, *_ = capture(model, lambda: model(x()), session=session)
+    truth, *_ = capture(reference, lambda: reference(x()))
+    for _ in range(3):
+        model.zero_grad()
+        seen, report, loss = capture(model, lambda: model(x()), session=session)
+        loss.backward()
+        assert list(first.stats) == list(seen.stats) == NAMES
+        assert report.complete
+        for name in NAMES:
+            want, got = truth.stats[name], seen.stats[name]
+            torch.testing.assert_close(got.sink_mass, want.sink_mass, atol=1e-5, rtol=0)
+            torch.testing.assert_close(got.content_entropy, want.content_entropy, atol=1e-5, rtol=0)
+    # A monitored step of compiled code is the unmonitored one, bit for bit.
+    assert torch.equal(loss, expected)
+    for one, other in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+        assert torch.equal(one, other)
+    assert not counters["recompiles"]
+    assert counters["stats"]["unique_graphs"] <= 2 * graphs  # dynamo may share them
+
+
+def test_compiling_for_the_first_time_inside_a_window() -> None:
+    raw = stack()
+    model = torch.compile(raw, backend="aot_eager")
+    session = CaptureSession(raw, on_error="raise")
+    capture(raw, lambda: model(x()), session=session)
+    assert counters["stats"]["unique_graphs"] == 0  # discovery compiles nothing
+    seen, report, _ = capture(raw, lambda: model(x()), session=session)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert list(seen.stats) == NAMES
+    assert report.complete
+
+
+def test_a_graph_break_in_every_layer() -> None:
+    class Breaking(Quiet):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    raw = stack(Breaking)
+    model = torch.compile(raw, backend="aot_eager")
+    session = CaptureSession(model, on_error="raise")
+    for _ in range(3):
+        seen, report, _ = capture(model, lambda: model(x()), session=session)
+        assert list(seen.stats) == NAMES
+        assert report.complete
+    assert not counters["recompiles"]
+
+
+@pytest.mark.parametrize("kind", [Written, pytest.param(Dropping, marks=pytest.mark.slow)])
+def test_attention_that_compiled_code_hides_is_reported_and_found_again(
+    kind: Callable[[], nn.Module],
+) -> None:
+    model = torch.compile(stack(kind, depth=1))
+    session = CaptureSession(model, on_error="raise")
+    assert list(capture(model, lambda: model(x()), session=session)[0].stats) == NAMES[:1]
+    hidden, report, _ = capture(model, lambda: model(x()), session=session)
+    assert not hidden.stats
+    assert set(report.opaque) == set(NAMES[:1])
+    assert "compiled" in report.describe()
+    for _ in range(2):
+        seen, report, _ = capture(model, lambda: model(x()), session=session)
+        assert list(seen.stats) == NAMES[:1]
+    assert not counters["recompiles"]
+
+
+def test_hidden_layers_can_be_left_out_instead() -> None:
+    model = torch.compile(stack(Written, depth=1))
+    session = CaptureSession(model, on_error="raise", compiled="skip")
+    capture(model, lambda: model(x()), session=session)
+    for _ in range(3):
+        hidden, report, _ = capture(model, lambda: model(x()), session=session)
+        assert not hidden.stats
+        assert set(report.opaque) == set(NAMES[:1])
+
+
+def test_two_towers_of_one_shape_get_no_guessed_names() -> None:
+    torch.manual_seed(0)
+    raw = Towers()
+    model = torch.compile(raw, backend="aot_eager")
+    session = CaptureSession(model, on_error="raise")
+    names = ["left.layers.0.attention", "right.layers.0.attention"]
+    assert list(capture(model, lambda: model(x()), session=session)[0].stats) == names
+    unsure, report, _ = capture(model, lambda: model(x()), session=session)
+    assert not unsure.stats
+    assert "several kinds of attention of the same shape" in report.describe()
+    seen, report, _ = capture(model, lambda: model(x()), session=session)
+    assert list(seen.stats) == names
+    assert report.complete
+
+
+def test_no_stance_is_left_behind() -> None:
+    from torch._dynamo import eval_frame
+
+    model = torch.compile(stack(), backend="aot_eager")
+    before = eval_frame._stance
+    one, other = CaptureSession(model), CaptureSession(model)
+    first, second = one.window(lambda call: None), other.window(lambda call: None)
+    first.open()
+    second.open()
+    assert eval_frame._stance.stance == "force_eager"
+    model(x())
+    first.close()  # in opening order, as Lightning's callbacks do
+    assert eval_frame._stance.stance == "force_eager"
+    second.close()
+    assert eval_frame._stance == before
+    with pytest.raises(KeyboardInterrupt), CaptureSession(model).window(lambda call: None):
+        raise KeyboardInterrupt
+    assert eval_frame._stance == before
