@@ -16,7 +16,7 @@ export function makeHero(actions) {
   const forward = h("button", { type: "button", class: "icon", "aria-label": "Next step", title: "Next step ( . )", on: { click: () => actions.move(1) } }, "\u203a");
   const element = h("section", { class: "card hero", "aria-label": "Change of entropy" },
     h("div", { class: "hero-main" }, sentences, tiles),
-    h("div", { class: "step-row" }, h("label", { for: "em-step" }, "Step B"), back, h("div", { class: "slider-box" }, marks, slider), forward, output));
+    h("div", { class: "step-row" }, h("label", { for: "em-step" }, h("span", { class: "wide" }, "Step "), "B"), back, h("div", { class: "slider-box" }, marks, slider), forward, output));
   let markKey = "";
 
   // One run's sentence and bar; elements are kept so that moving the slider only changes texts and widths.
