@@ -369,14 +369,12 @@ def _sink_keys(sink: int | Sequence[int] | Tensor, rows: Tensor) -> Tensor:
 
 def _fitting(name: str, mask: Tensor, rows: Tensor) -> Tensor:
     try:
-        fits = mask.expand(rows.shape).shape == rows.shape
+        mask.expand(rows.shape)
     except RuntimeError:
-        fits = False
-    if not fits:
         raise ValueError(
             f"`{name}` must broadcast against rows of shape {tuple(rows.shape)}, "
             f"got {tuple(mask.shape)}."
-        )
+        ) from None
     return mask
 
 

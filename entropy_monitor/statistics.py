@@ -88,7 +88,7 @@ def measure_call(
     call: AttentionCall,
     *,
     sink: SinkSpec = "first",
-    rows: Int[Tensor, "batch rows"] | None = None,
+    rows: Int[Tensor, "batch rows"] | Int[Tensor, " rows"] | None = None,
     weights: Float[Tensor, "batch rows"] | Float[Tensor, " rows"] | None = None,
 ) -> RowStatistics:
     """Statistics of the rows of one call.
@@ -145,7 +145,7 @@ def row_statistics(
     softcap: float | None = None,
     sink_logits: Float[Tensor, " heads"] | Float[Tensor, "batch heads queries"] | None = None,
     window: int | None = None,
-    rows: Int[Tensor, "batch rows"] | Sequence[int] | None = None,
+    rows: Int[Tensor, "batch rows"] | Int[Tensor, " rows"] | Sequence[int] | None = None,
 ) -> RowStatistics:
     """Statistics of the attention rows softmax(q.k), without computing attention.
 
