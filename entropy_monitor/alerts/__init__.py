@@ -1,5 +1,6 @@
-"""Alerts one can trust: true collapse, early, with its cause; silence otherwise. numpy only, no
-torch.
+"""Alerts one can trust: true collapse, early, with its cause; silence otherwise.
+
+numpy only, no torch.
 
     from entropy_monitor.alerts import scan
     for alert in scan(steps, history):

@@ -3,8 +3,9 @@
     EntropyMonitor(on_alert=[AlertFile("runs/alerts.jsonl"), StopTraining(after=2), log_alert])
 
 Any function will do. One that acts on a trainer has ``setup_trainer(trainer, module)``, which the
-callbacks call; with ``all_ranks = True`` it runs on every rank. An action that raises is reported and
-does not harm the run. Hosts are duck-typed: nothing is imported here but the standard library.
+callbacks call; with ``all_ranks = True`` it runs on every rank. An action that raises is
+reported and does not harm the run. Hosts are duck-typed: nothing is imported here but the standard
+library.
 """
 
 import json
@@ -96,7 +97,9 @@ class Only:
 
 
 class AlertFile:
-    """Appends every alert as one line of JSON to a file; the folder is made when the first one comes.
+    """Appends every alert as one line of JSON to a file.
+
+    The folder is made when the first one comes.
 
     Args:
         path: The file, or a folder, in which it is called ``alerts.jsonl``.
@@ -130,8 +133,9 @@ class StopTraining:
     """Stops training after some errors.
 
     Args:
-        trainer: What to stop: anything with ``should_stop`` (Lightning), ``control.should_training_stop``
-            (a transformers Trainer) or a callable. ``None``: the trainer that the callback passes.
+        trainer: What to stop: anything with ``should_stop`` (Lightning),
+            ``control.should_training_stop`` (a transformers Trainer) or a callable.
+            ``None``: the trainer that the callback passes.
         after: Number of alerts of ``severity`` that stop the run.
         severity: What counts, ``error`` by default: a warning means look, an error means act.
         grace: Steps that must lie between two alerts that are counted.
@@ -183,7 +187,8 @@ class StopTraining:
             trainer()
         else:
             raise TypeError(
-                f"`trainer` must have `should_stop` or `control` or be callable, got {type(trainer).__name__}."
+                "`trainer` must have `should_stop` or `control` or be callable, got "
+                f"{type(trainer).__name__}."
             )
         _LOG.error("training is stopped at step %d: %s", alert.step, alert.message)
 
@@ -192,8 +197,9 @@ class CheckpointNow:
     """Saves a checkpoint when an alarm comes, before things get worse.
 
     Args:
-        trainer: What saves: anything with ``save_checkpoint(path)`` (Lightning), ``save_model(path)``
-            (a transformers Trainer) or a callable of the path. ``None``: the trainer of the callback.
+        trainer: What saves: anything with ``save_checkpoint(path)`` (Lightning),
+            ``save_model(path)`` (a transformers Trainer) or a callable of the path. ``None``: the
+            trainer of the callback.
         folder: Where to. ``None``: ``default_root_dir`` of the trainer, else the current folder.
         severity: The lowest severity that saves.
         at_most: Number of checkpoints per run.
@@ -262,7 +268,8 @@ class Webhook:
         headers: Further headers, e.g. a token.
 
     Raises:
-        ValueError: If the URL is of another scheme, the time-out not positive, or the severity unknown.
+        ValueError: If the URL is of another scheme, the time-out not positive, or the severity
+            unknown.
     """
 
     def __init__(
@@ -320,9 +327,9 @@ class Webhook:
         body = json.dumps(
             {"text": f"[{alert.severity}] {alert.message}", **alert.to_dict()}
         ).encode()
-        request = urllib.request.Request(self.url, data=body, headers=self.headers, method="POST")  # noqa: S310
+        request = urllib.request.Request(self.url, data=body, headers=self.headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout):  # noqa: S310
+            with urllib.request.urlopen(request, timeout=self.timeout):
                 self.sent += 1
         except (urllib.error.URLError, OSError, ValueError) as error:
             self.failed += 1
@@ -331,11 +338,13 @@ class Webhook:
 
 
 class LoggerAlert:
-    """Sends alarms to a logger with alerts of its own (``wandb.alert``, ``trackio.alert``), if there is one.
+    """Sends alarms to a logger with alerts of its own (``wandb.alert``, ``trackio.alert``).
+
+    Does nothing where no logger has them.
 
     Args:
-        experiment: The run object with ``alert(title=..., text=..., level=...)``; ``None``: the logger's
-            ``experiment`` of the trainer that the callback passes.
+        experiment: The run object with ``alert(title=..., text=..., level=...)``; ``None``: the
+            ``experiment`` of a logger of the trainer that the callback passes.
         severity: The lowest severity that is sent.
     """
 

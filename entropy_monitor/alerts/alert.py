@@ -1,4 +1,7 @@
-"""`Alert`: what happened, where, how sure, as one plain value. Steps are optimiser steps, entropies nats."""
+"""`Alert`: what happened, where, how sure, as one plain value.
+
+Steps are optimiser steps, entropies nats.
+"""
 
 import math
 from collections.abc import Mapping
@@ -41,7 +44,7 @@ class Alert:
     Raises:
         ValueError: If kind, severity or level is not one of the names above.
 
-    >>> alert = Alert("sink_growth", "info", "model", 300, None, None, "the sink grew", {"sink_mass": 0.4})
+    >>> alert = Alert("sink_growth", "info", "model", 300, message="the sink grew")
     >>> alert.is_alarm, Alert.from_dict(alert.to_dict()) == alert
     (False, True)
     """
@@ -104,8 +107,8 @@ class Alert:
         missing = {"kind", "severity", "level", "step"} - set(data)
         if missing or set(data) - known:
             raise ValueError(
-                f"an alert needs kind, severity, level and step and may have layer, head, message and "
-                f"evidence; missing {sorted(missing)}, unknown {sorted(set(data) - known)}."
+                "an alert needs kind, severity, level and step and may have layer, head, message "
+                f"and evidence; missing {sorted(missing)}, unknown {sorted(set(data) - known)}."
             )
         return cls(**dict(data))
 

@@ -22,7 +22,7 @@ NEEDED = ("content_mass", "content_mass_entropy", "total_entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A change of entropy in nats by channel, averaged over heads; total = sink + content + support."""
+    """A change of entropy in nats, averaged over heads; total = sink + content + support."""
 
     total: float
     sink: float
@@ -30,7 +30,7 @@ class Split:
     support: float
 
     def share(self, channel: str) -> float | None:
-        """Share of the fall that a channel explains; ``None`` unless entropy fell and the channel fell with it."""
+        """Share of the fall that a channel explains; ``None`` unless both fell."""
         value: float = getattr(self, channel)
         return value / self.total if self.total < -0.02 and value < 0 else None
 
@@ -42,7 +42,7 @@ def split(
     *,
     log_support: tuple[float, float] | None = None,
 ) -> Split | None:
-    """Splits the change between two sets of per-head means; ``None`` where a needed statistic was not recorded."""
+    """Splits the change between two sets of per-head means; ``None`` where one is missing."""
     if any(name not in before or name not in after for name in NEEDED):
         return None
     c0, c1 = before["content_mass"], after["content_mass"]

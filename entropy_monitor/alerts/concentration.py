@@ -1,5 +1,6 @@
-"""Content attention collapses onto few keys. The alarm that matters; see `ConcentrationRule` for
-the bounds.
+"""Content attention collapses onto few keys: the alarm that matters.
+
+The bounds are in `ConcentrationRule`.
 
 Two witnesses must agree: the evenness J of the content and the spread of its logits, kap. J alone
 is low in healthy previous-token and induction heads; kap alone is high where one outlier key
@@ -50,11 +51,10 @@ def level(view: View, limits: tuple[Array, Array]) -> Condition:
 
 
 def drop(view: View) -> Condition:
-    """The model's J lost half of its slow average and is low, past freezing: for abrupt faults,
-    hence unsmoothed.
+    """The model's J lost half of its slow average and is low, past freezing.
 
-    At model level only: a layer in which induction or positional heads form does just this, and is
-    healthy.
+    For abrupt faults, hence unsmoothed. At model level only: a layer in which induction or
+    positional heads form does just this, and is healthy.
     """
     rule, policy, reading = view.policy.concentration, view.policy, view.reading
     ready = view.settled and view.same_length and view.has_spread
@@ -85,7 +85,7 @@ def severe(view: View, limits: tuple[Array, Array]) -> Condition:
 
 
 def _grew(view: View) -> Mask:
-    """Heads whose kap grew: concentrated heads that stay as they are, or always were, are normal."""
+    """Heads whose kap grew: heads that are concentrated and stay so are normal."""
     rule = view.policy.concentration
     with np.errstate(invalid="ignore"):
         grew: Mask = view.log_spread - view.log_spread_before > np.log(rule.head_growth)

@@ -1,4 +1,7 @@
-"""Heads that had a pattern fall back to uniform attention: a note. Early training, where J is 1 for all, is not it."""
+"""Heads that had a pattern fall back to uniform attention: a note.
+
+Early training, where J is 1 for all heads, is not it.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Heads park nearly all attention on the sink and pass on little: a note. Large models have many such heads."""
+"""Heads park nearly all attention on the sink and pass on little: a note.
+
+Large models have many such heads.
+"""
 
 import numpy as np
 

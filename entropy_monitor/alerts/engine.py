@@ -1,4 +1,4 @@
-"""`AlertEngine`: records in, alerts out. numpy only; the same engine runs in training and in `scan`."""
+"""`AlertEngine`: records in, alerts out; the same engine runs in training and in `scan`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,14 +17,13 @@ from entropy_monitor.alerts import (
     sink_growth,
     wording,
 )
-from entropy_monitor.alerts.alert import SEVERITIES, Alert
+from entropy_monitor.alerts.alert import SEVERITIES, Alert, Kind, Severity
 from entropy_monitor.alerts.events import Event, Turn, pick
 from entropy_monitor.alerts.memory import Memory
 from entropy_monitor.alerts.policy import AlertPolicy
 from entropy_monitor.alerts.reading import Array, Layout, Mask, as_table, layer_names, read
-from entropy_monitor.alerts.view import View
-
-FAMILIES = ("collapse", "sink", "dilution", "dormant", "nonfinite", "no_attention")
+from entropy_monitor.alerts.telling import FAMILIES, over, tell, with_sink
+from entropy_monitor.alerts.view import Condition, View
 
 
 class AlertEngine:
@@ -56,7 +55,7 @@ class AlertEngine:
         self._layout: Layout | None = None
         self._memory = Memory(self.policy)
         self._events = {name: Event(wide=name in ("collapse", "nonfinite")) for name in FAMILIES}
-        self._note: str | None = None  # kind of the note on the sink in force
+        self._note: Kind | None = None  # kind of the note on the sink in force
         self._pattern: str | None = None  # how the collapse in force began
 
     @property
@@ -173,7 +172,7 @@ class AlertEngine:
         return alerts
 
     def _simple(
-        self, alerts: list[Alert], view: View, family: str, condition: Any, severity: str
+        self, alerts: list[Alert], view: View, family: str, condition: Condition, severity: Severity
     ) -> None:
         active = self._events[family].latch([condition], view.reading.step, self.policy.clear)[
             condition.name
@@ -191,8 +190,8 @@ class AlertEngine:
         severe = on.pop("severe", view.nothing())
         active = np.logical_or.reduce(list(on.values()))
         concentrated = on.get("level", view.nothing()) | on.get("drop", view.nothing())
-        severity = "error" if (severe & active).any() else "warn"
-        kind = "concentration" if concentrated.any() else "logit_growth"
+        severity: Severity = "error" if (severe & active).any() else "warn"
+        kind: Kind = "concentration" if concentrated.any() else "logit_growth"
         if not active.any():
             self._pattern = None
         elif self._pattern is None:
@@ -205,47 +204,25 @@ class AlertEngine:
         view: View,
         family: str,
         active: Mask,
-        severity: str,
-        kind: str | None = None,
+        severity: Severity,
+        kind: Kind | None = None,
     ) -> None:
         event = self._events[family]
         turn = event.decide(active, severity, view.reading.step, view.layout, self.policy.cooldown)
+        kind = kind or FAMILIES[family]
         if family == "sink":
             turn = self._sink_turn(turn, view, active)
-            kind = self._note
-        if turn is None:
-            return
-        kind = kind or ("sink_growth" if family == "sink" else family)
+            kind = self._note or kind
         if turn == "over":
-            alerts.append(self._over(view, family, kind))
-            return
-        group = pick(active, view.log_spread, view.layout)
-        if family == "collapse":
-            kind = self._with_sink(view, group, kind)
-            message, evidence = wording.collapse(
-                view, group, active, kind, self._pattern or "gradual"
-            )
-        elif family == "sink":
-            message, evidence = notes.sink(view, group, kind)
-        elif family == "nonfinite":
-            message, evidence = notes.nonfinite(view, group, active)
-        elif family == "no_attention":
-            message, evidence = notes.no_attention(view)
-        else:
-            message, evidence = (notes.dilution if family == "dilution" else notes.dormant)(
-                view, group
-            )
-        _, layer, head = wording.place_name(view, group)
-        level = "model" if layer is None else "layer" if head is None else "head"
-        if family == "no_attention":
-            layer, head, level = None, None, "model"
-        evidence["turn"] = turn
-        alerts.append(
-            Alert(kind, severity, level, int(view.reading.step), layer, head, message, evidence)
-        )  # type: ignore[arg-type]
+            alerts.append(over(view, kind if family == "sink" else FAMILIES[family]))
+        elif turn is not None:
+            if family == "collapse" and self._events["sink"].open:
+                kind = with_sink(view, active, kind)
+            pattern = self._pattern or "gradual"
+            alerts.append(tell(view, family, kind, severity, turn, active, pattern))
 
     def _sink_turn(self, turn: Turn | None, view: View, active: Mask) -> Turn | None:
-        """A sink note becomes `both` once the content explains its part of the fall; that is reported once."""
+        """A sink note becomes `both` once the content took its part of the fall; said once."""
         if not active.any():
             return turn
         kind = notes.sink_kind(view, pick(active, view.log_spread, view.layout))
@@ -255,33 +232,6 @@ class AlertEngine:
             self._note = kind
             return "spread"
         return turn
-
-    def _with_sink(self, view: View, group: int, kind: str) -> str:
-        """`both` instead of `concentration` where the sink takes its part of the fall too."""
-        if kind != "concentration" or not self._events["sink"].open:
-            return kind
-        parts = notes.sink_split(view, group)
-        share = parts.share("sink") if parts is not None else None
-        return (
-            "both" if share is not None and share >= self.policy.sink_growth.content_share else kind
-        )
-
-    def _over(self, view: View, family: str, kind: str) -> Alert:
-        what = {"collapse": "concentration", "sink": "sink growth"}.get(
-            family, kind.replace("_", " ")
-        )
-        message = f"step {view.reading.step:g}: {what} is over; its bounds have been kept for {self.policy.clear:g} steps."
-        name = kind if family != "collapse" else "concentration"
-        return Alert(
-            name,
-            "info",
-            "model",
-            int(view.reading.step),
-            None,
-            None,
-            message,
-            {"turn": "over", "cleared": True},
-        )  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain types; a resumed engine alerts exactly like one that never stopped."""
@@ -303,7 +253,8 @@ class AlertEngine:
         """
         if state.get("version") != self.VERSION:
             raise ValueError(
-                f"alert state has version {state.get('version')!r}, this engine reads {self.VERSION}."
+                f"alert state has version {state.get('version')!r}, "
+                f"this engine reads {self.VERSION}."
             )
         self.reset()
         if state["layers"] is not None:

@@ -1,10 +1,9 @@
-"""From conditions to events: one report when it begins, one when it gets worse, one when it is over."""
+"""From conditions to events: a report when one begins, gets worse, and is over."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
-
 
 from entropy_monitor.alerts.alert import SEVERITIES
 from entropy_monitor.alerts.reading import Array, Layout, Mask

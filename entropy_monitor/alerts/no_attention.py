@@ -1,4 +1,4 @@
-"""Nothing was measured: no attention call was seen, or no row counted. The monitor is blind, so it says so."""
+"""Nothing was measured: no attention call was seen, or no row counted. A warning."""
 
 from entropy_monitor.alerts.view import Condition, View
 

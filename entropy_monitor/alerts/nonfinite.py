@@ -1,4 +1,4 @@
-"""NaN or +inf among the attention logits: an error at once, the weights are about to be lost or are."""
+"""NaN or +inf among the attention logits: an error at once, the weights are about to go."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from entropy_monitor.alerts.view import Condition, View
 
 
 def broken(view: View) -> Condition:
-    """Heads with more non-finite rows than allowed, their layers, and the model if most layers have one."""
+    """Heads with more non-finite rows than allowed, their layers, the model if most have one."""
     heads = view.reading.nonfinite > view.policy.nonfinite.share
     layers = heads.any(axis=1)
     on = np.concatenate([[layers.mean() > 0.5], layers, heads.ravel()])

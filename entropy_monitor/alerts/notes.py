@@ -1,13 +1,13 @@
-"""Texts and numbers of the notes and of the two plain errors; `wording.collapse` has those of the alarm."""
+"""Texts and numbers of the notes and plain errors; `wording.collapse` has the alarm's."""
 
 from typing import Any
 
 import numpy as np
 
+from entropy_monitor.alerts.alert import Kind
 from entropy_monitor.alerts.both import Split, split
 from entropy_monitor.alerts.dilution import diluted
 from entropy_monitor.alerts.dormant import asleep
-from entropy_monitor.alerts.reading import Mask
 from entropy_monitor.alerts.view import View
 from entropy_monitor.alerts.wording import advice, heads_of, nats, number, place_name
 
@@ -17,8 +17,8 @@ def sink_split(view: View, group: int) -> Split | None:
     return split(view.onset, view.now, heads_of(view, group) & view.reading.measured)
 
 
-def sink_kind(view: View, group: int) -> str:
-    """`both` where the content took its share of the fall and grew less even, else `sink_growth`."""
+def sink_kind(view: View, group: int) -> Kind:
+    """`both` where the content took its share of the fall and lost evenness."""
     rule = view.policy.sink_growth
     parts = sink_split(view, group)
     if parts is None or "content_evenness" not in view.now:
@@ -80,7 +80,8 @@ def dilution(view: View, group: int) -> tuple[str, dict[str, Any]]:
         f"{int(gone.sum())} of {int(inside.sum())} heads; evenness {number(was)} -> {number(now)}"
     )
     return (
-        f"step {view.reading.step:g}: attention of {where} goes back to uniform ({text}). {advice('dilution')}",
+        f"step {view.reading.step:g}: attention of {where} goes back to uniform ({text}). "
+        f"{advice('dilution')}",
         evidence,
     )
 
@@ -91,25 +92,31 @@ def dormant(view: View, group: int) -> tuple[str, dict[str, Any]]:
     inside = heads_of(view, group) & view.reading.measured
     count = int((asleep(view) & inside).sum())
     now = _average(np.where(inside, view.now["sink_mass"], np.nan))
-    text = f"{count} of {int(inside.sum())} heads above {number(view.policy.dormant.sink_mass)}; mean sink mass {number(now)}"
+    bound = number(view.policy.dormant.sink_mass)
+    text = f"{count} of {int(inside.sum())} heads above {bound}; mean sink mass {number(now)}"
     evidence = {"heads": count, "heads_measured": int(inside.sum()), "sink_mass": now}
     return (
-        f"step {view.reading.step:g}: heads of {where} are dormant, nearly all attention is on the sink ({text}). {advice('dormant')}",
+        f"step {view.reading.step:g}: heads of {where} are dormant, nearly all attention is on the "
+        f"sink ({text}). {advice('dormant')}",
         evidence,
     )
 
 
-def nonfinite(view: View, group: int, active: Mask) -> tuple[str, dict[str, Any]]:
+def nonfinite(view: View, group: int) -> tuple[str, dict[str, Any]]:
     """The text of `nonfinite`."""
     where, _, _ = place_name(view, group)
     inside = heads_of(view, group)
     bad = (view.reading.nonfinite > view.policy.nonfinite.share) & inside
     share = float(view.reading.nonfinite[bad].max()) if bad.any() else 0.0
-    names = [name for name, on in zip(view.layout.names, bad.any(axis=1), strict=True) if on]
+    names = [
+        name for name, on in zip(view.layout.names, bad.any(axis=1).tolist(), strict=True) if on
+    ]
     evidence = {"heads": int(bad.sum()), "share": share, "layers": names}
-    text = f"{int(bad.sum())} heads; up to {share:.0%} of their rows; first in layer {names[0] if names else '?'}"
+    first = names[0] if names else "?"
+    text = f"{int(bad.sum())} heads; up to {share:.0%} of their rows; first in layer {first}"
     return (
-        f"step {view.reading.step:g}: attention logits of {where} are NaN or infinite ({text}). {advice('nonfinite')}",
+        f"step {view.reading.step:g}: attention logits of {where} are NaN or infinite ({text}). "
+        f"{advice('nonfinite')}",
         evidence,
     )
 

@@ -35,7 +35,8 @@ def scan(
         ValueError: If steps do not increase, or a statistic does not have the shape above.
 
     >>> steps = range(0, 400, 10)
-    >>> scan(steps, {"content_evenness": np.full((40, 1, 4), 0.8), "logit_spread_scaled": np.full((40, 1, 4), 0.5)})
+    >>> even, spread = np.full((40, 1, 4), 0.8), np.full((40, 1, 4), 0.5)
+    >>> scan(steps, {"content_evenness": even, "logit_spread_scaled": spread})
     []
     """
     count = np.asarray(steps)
@@ -47,7 +48,8 @@ def scan(
     for name, array in arrays.items():
         if array.ndim != 3 or array.shape[0] != count.size:
             raise ValueError(
-                f"`history[{name!r}]` must have shape (steps, layers, heads) with {count.size} steps, got {array.shape}."
+                f"`history[{name!r}]` must have shape (steps, layers, heads) with {count.size} "
+                f"steps, got {array.shape}."
             )
     engine = AlertEngine(AlertPolicy.load(policy), layers)
     alerts: list[Alert] = []

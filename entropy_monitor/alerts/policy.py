@@ -1,5 +1,6 @@
-"""What counts as an event, and how long it must last: one frozen value that builds itself from
-TOML, YAML or Python.
+"""What counts as an event, and how long it must last.
+
+One frozen value that builds itself from TOML, YAML or Python.
 
 Every time constant is in optimiser steps, never in records, so that one policy serves a run
 monitored every step and one monitored every hundred. Thresholds are free of scale: evenness J in
@@ -246,7 +247,7 @@ class AlertPolicy:
     Raises:
         ValueError: If a value is out of its range.
 
-    >>> AlertPolicy.from_dict({"persist": 50, "concentration": {"spread_model": 3}}).concentration.spread_model
+    >>> AlertPolicy.from_dict({"concentration": {"spread_model": 3}}).concentration.spread_model
     3.0
     """
 
@@ -318,8 +319,7 @@ class AlertPolicy:
 
     @classmethod
     def load(cls, path_or_name: "str | Path | AlertPolicy | None") -> "AlertPolicy":
-        """A policy by name (``default``, ``strict``, ``quiet``) or from a ``.toml`` / ``.yaml``
-        file.
+        """A policy by name (``default``, ``strict``, ``quiet``) or from a TOML or YAML file.
 
         Raises:
             ValueError: If there is no such name or file; the message lists the names.
@@ -335,8 +335,8 @@ class AlertPolicy:
         path = Path(path_or_name)
         if not path.is_file():
             raise ValueError(
-                f"`policy` must be {', '.join(PRESETS)} or a .toml or .yaml file, got {str(path_or_name)!r}, "
-                "which is neither."
+                f"`policy` must be {', '.join(PRESETS)} or a .toml or .yaml file, "
+                f"got {str(path_or_name)!r}, which is neither."
             )
         if path.suffix == ".toml":
             return cls.from_toml(path)

@@ -1,4 +1,7 @@
-"""The policies that have a name. `configs/alerts/*.yaml` are the same values as files to copy and edit."""
+"""The policies that have a name.
+
+`configs/alerts/*.yaml` are the same values as files to copy and edit.
+"""
 
 from typing import Any
 

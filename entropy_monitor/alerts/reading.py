@@ -1,5 +1,6 @@
-"""`Reading`: one record as the rules see it. Absent is NaN, counts have been applied, lengths
-divided out.
+"""`Reading`: one record as the rules see it.
+
+Absent is NaN, counts have been applied, lengths divided out.
 
 Shapes: ``L`` layers, ``H`` heads (padded with NaN where layers differ), ``G = 1 + L + L*H`` groups
 in the order model, layers, heads. A group's value is the median over its heads, a head's group is
@@ -102,7 +103,8 @@ def as_table(values: Mapping[str, Any]) -> dict[str, Array]:
             raise ValueError(f"`{name}` must have shape (layers, heads), got {array.shape}.")
         if shape is not None and array.shape != shape:
             raise ValueError(
-                f"`{name}` must have shape {shape} like the statistics before it, got {array.shape}."
+                f"`{name}` must have shape {shape} like the statistics before it, "
+                f"got {array.shape}."
             )
         shape = array.shape
         table[name] = array
@@ -138,12 +140,11 @@ def median(values: Array) -> Array:
     lows, highs = np.maximum((count - 1) // 2, 0), np.minimum(count // 2, size - 1)
     ordered = np.sort(values, axis=-1)  # NaNs go last
     pick = np.take_along_axis(ordered, np.stack([lows, highs], axis=-1), axis=-1)
-    middle = pick.mean(axis=-1)
-    return middle
+    return np.asarray(pick.mean(axis=-1))
 
 
 def by_group(heads: Array) -> Array:
-    """Per-head values ``(..., L, H)`` as vectors over groups: medians of model and layers, heads."""
+    """Per-head values ``(..., L, H)`` as ``(..., G)``: medians of model and layers, heads."""
     flat = heads.reshape(*heads.shape[:-2], -1)
     return np.concatenate([median(flat)[..., None], median(heads), flat], axis=-1)
 

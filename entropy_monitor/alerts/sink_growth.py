@@ -1,5 +1,6 @@
-"""The attention sink holds more than it did: entropy falls (or, below s* = 1/(1 + exp H(pi)),
-rises), nothing is lost.
+"""The attention sink holds more than it did.
+
+Entropy falls (or, below s* = 1/(1 + exp H(pi)), rises), but nothing is lost.
 
 A note, never an alarm, with the share of the fall that it explains. Compared with the onset: the
 record at which the layer's sink mass last was within .03 of its lowest value. A baseline at a fixed

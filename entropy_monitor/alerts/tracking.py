@@ -1,4 +1,4 @@
-"""Averages, noise and latches over time, all in optimiser steps, all with a state of plain types."""
+"""Averages, noise and latches over time, in optimiser steps, with states of plain types."""
 
 import base64
 from typing import Any
@@ -28,8 +28,9 @@ def unpack(state: dict[str, Any] | None) -> Any:
 
 
 class Average:
-    """Exponential average with a time constant in steps, element by element; NaN leaves an element
-    as it was.
+    """Exponential average with a time constant in steps, element by element.
+
+    NaN leaves an element as it was.
 
     The weight of a record is ``1 - exp(-dt / tau)`` with its distance ``dt`` from the one before,
     so that the same curve, recorded more often, gives the same average. Until ``tau`` steps have
@@ -76,7 +77,8 @@ class Average:
         return self._update_each(new, seen, step, frozen)
 
     def _update_each(self, new: Array, seen: Mask, step: float, frozen: bool) -> Array:
-        assert self.value is not None and self._seen is not None
+        assert self.value is not None
+        assert self._seen is not None
         if isinstance(self._last, float) or isinstance(self._first, float):
             self._first = np.where(self._seen, self._first, np.nan)
             self._last = np.where(self._seen, self._last, np.nan)
@@ -109,8 +111,7 @@ class Average:
 
 
 class Noise:
-    """Standard deviation of one record, from second differences: neither level nor trend inflates
-    it.
+    """Standard deviation of one record, from second differences: no trend inflates it.
 
     For independent records of variance v, ``x[t] - 2 x[t-1] + x[t-2]`` has variance 6 v. A
     difference beyond four deviations counts as four, so that the jump that is to be judged does
@@ -138,7 +139,12 @@ class Noise:
 
     def update(self, new: Array) -> None:
         """Adds a record."""
-        if self._variance is None or self._last is None or self._count is None:
+        if (
+            self._variance is None
+            or self._last is None
+            or self._older is None
+            or self._count is None
+        ):
             self._variance = np.zeros_like(new)
             self._last, self._older = new.copy(), np.full_like(new, np.nan)
             self._count = np.zeros_like(new)

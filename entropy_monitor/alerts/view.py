@@ -1,4 +1,7 @@
-"""`View`: what a rule may look at, i.e. a record, its averages and what they are compared with; and `Condition`."""
+"""`View`: what a rule may look at; `Condition`: what a rule says.
+
+A view is a record, its averages, and what they are compared with.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +72,7 @@ class View:
         return np.array([model, layer, head], dtype=np.float64)[self.layout.levels]
 
     def quantile(self) -> Array:
-        """Normal quantile of the accepted chance of a false crossing, split over the groups of each level."""
+        """Normal quantile of the accepted chance of a false crossing, split over each level."""
         confidence = self.policy.confidence
         heads = max(int(self.reading.members[0]), 1)
         normal = NormalDist()
@@ -109,7 +112,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """Where something holds now (``on``) and where it still holds by a margin (``keep``), for ``persist`` steps."""
+    """Where something holds now, where it still holds by a margin, and how long it must."""
 
     name: str
     on: Mask

@@ -15,15 +15,20 @@ from entropy_monitor.alerts.view import View
 
 CAUSES: dict[str, tuple[str, str]] = {
     "start": (
-        "a large q/k initialisation, a missing 1/sqrt(d), or a learning rate too high for a run without warm-up",
-        "check the attention scale and the q/k initialisation, lower the learning rate, lengthen the warm-up, add QK-norm",
+        "a large q/k initialisation, a missing 1/sqrt(d), or a learning rate too high for a run "
+        "without warm-up",
+        "check the attention scale and the q/k initialisation, lower the learning rate, lengthen "
+        "the warm-up, add QK-norm",
     ),
     "abrupt": (
-        "a learning-rate spike, a resume that lost optimiser state, a changed attention scale, bad data",
-        "compare the learning rate and optimiser state before and after this step, go back to the last checkpoint",
+        "a learning-rate spike, a resume that lost optimiser state, a changed attention scale, bad "
+        "data",
+        "compare the learning rate and optimiser state before and after this step, go back to the "
+        "last checkpoint",
     ),
     "gradual": (
-        "q/k weights that keep growing: a learning rate too high for the depth, no QK-norm, too little weight decay on q/k",
+        "q/k weights that keep growing: a learning rate too high for the depth, no QK-norm, too "
+        "little weight decay on q/k",
         "lower the learning rate, add QK-norm or QK-clip, lengthen the warm-up",
     ),
     "head": (
@@ -35,7 +40,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "nothing, unless it was not wanted",
     ),
     "both": (
-        "heads that specialise while the sink takes what they do not need; that is normal as long as the loss falls",
+        "heads that specialise while the sink takes what they do not need; that is normal as long "
+        "as the loss falls",
         "watch the evenness of the content; an alarm follows if it collapses",
     ),
     "dilution": (
@@ -48,7 +54,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "nonfinite": (
         "logits beyond the range of fp16, a learning rate too high, NaN in inputs or weights",
-        "go back to the last checkpoint, use bf16 or float32 for attention, lower the learning rate, clip gradients",
+        "go back to the last checkpoint, use bf16 or float32 for attention, lower the learning "
+        "rate, clip gradients",
     ),
     "no_attention": (
         "attention that no tap can see, a module pattern that fits nothing, padding everywhere",
@@ -117,7 +124,7 @@ def begin(view: View, group: int) -> str:
     weight = float(np.broadcast_to(view.weight, view.evenness.shape)[group])
     now, fast = float(view.reading.evenness[group]), float(view.evenness[group])
     usual = float(view.evenness_before[group])
-    # The fast average before this record, or the slow one where records are too far apart to have one.
+    # The fast average before this record; where records are too far apart, the slow one.
     last = (fast - weight * now) / (1.0 - weight) if weight < 0.95 else usual
     return "abrupt" if last - now > 0.6 * (usual - now) else "gradual"
 
@@ -177,7 +184,8 @@ def collapse(
             "steps": policy.memory,
         }
         facts.append(
-            f"evenness {number(was)} -> {number(evenness)} against the {policy.memory:g} steps before"
+            f"evenness {number(was)} -> {number(evenness)} against the {policy.memory:g} steps "
+            "before"
         )
         if parts is not None:
             facts.append(nats(parts))

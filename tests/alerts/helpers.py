@@ -16,7 +16,7 @@ def record(
     noise=0.01,
     support=SUPPORT,
 ):
-    """One record with consistent entropies; `evenness` and the others broadcast to (layers, heads)."""
+    """One record with consistent entropies; the values broadcast to (layers, heads)."""
     evenness, spread, sink = (
         np.broadcast_to(np.asarray(value, dtype=float), shape).copy()
         for value in (evenness, spread, sink)

@@ -21,7 +21,9 @@ from entropy_monitor.alerts.actions import (
 )
 
 NOTE = Alert("sink_growth", "info", "model", 10, message="the sink grew")
-WARN = Alert("concentration", "warn", "layer", 20, "blocks.1", message="look", evidence={"evenness": 0.1})
+WARN = Alert(
+    "concentration", "warn", "layer", 20, "blocks.1", message="look", evidence={"evenness": 0.1}
+)
 ERROR = Alert("nonfinite", "error", "model", 30, message="act")
 
 
@@ -96,13 +98,18 @@ def test_checkpoint_now_is_bounded(tmp_path):
     save = CheckpointNow(SimpleNamespace(save_checkpoint=paths.append), folder=tmp_path, at_most=2)
     for alert in (NOTE, WARN, ERROR, ERROR):
         save(alert)
-    assert paths == [str(tmp_path / "alert-concentration-step20.ckpt"), str(tmp_path / "alert-nonfinite-step30.ckpt")]
+    assert paths == [
+        str(tmp_path / "alert-concentration-step20.ckpt"),
+        str(tmp_path / "alert-nonfinite-step30.ckpt"),
+    ]
 
 
 def test_logger_alert_finds_the_logger_with_alerts():
     calls = []
     wandb = SimpleNamespace(alert=lambda **fields: calls.append(fields))
-    trainer = SimpleNamespace(loggers=[SimpleNamespace(experiment=object()), SimpleNamespace(experiment=wandb)])
+    trainer = SimpleNamespace(
+        loggers=[SimpleNamespace(experiment=object()), SimpleNamespace(experiment=wandb)]
+    )
     action = LoggerAlert()
     action(WARN)  # no logger yet: nothing happens
     action.setup_trainer(trainer, None)

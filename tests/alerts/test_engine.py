@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from tests.alerts.helpers import alarms, history, ramp, record
 
 from entropy_monitor.alerts import AlertEngine, AlertPolicy, scan
+from tests.alerts.helpers import alarms, history, ramp, record
 
 STEPS = range(0, 1000, 10)
 COLLAPSE = {"evenness": ramp(500, 700, 0.75, 0.05), "spread": ramp(500, 700, 0.7, 20.0)}

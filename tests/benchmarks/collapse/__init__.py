@@ -4,6 +4,6 @@
     python -m tests.benchmarks.collapse --only qk_      # kinds whose name begins so
     python -m tests.benchmarks.collapse --judge FOLDER  # judge traces that were trained before
 
-Every run is trained with Lightning and the callback. What happened to it is judged without attention:
-by its validation loss against a *twin*, the same seed and data with the fault taken out.
+Every run is trained with Lightning and the callback. What happened to it is judged without
+attention: by its validation loss against a *twin*, the same seed and data without the fault.
 """

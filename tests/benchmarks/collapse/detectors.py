@@ -1,7 +1,7 @@
-"""The competition: what one would use without this package. Each gives the step of its first alarm, or None.
+"""The competition: what one would use without this package. Each gives the steps it alarms at.
 
-Every detector gets its best treatment: the same smoothing (median of 3 records) and warm-up (150 steps) where it
-compares with the past, and thresholds as in the literature or as found best on recorded runs.
+Every detector gets its best treatment: the same smoothing (median of 3 records) and warm-up (150
+steps) where it compares with the past, thresholds as in the literature or as found best on runs.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ WARMUP = 150
 
 
 def _smooth(values: Any) -> Any:
-    return np.stack([np.median(values[max(0, index - 2) : index + 1], axis=0) for index in range(len(values))])
+    return np.stack(
+        [np.median(values[max(0, index - 2) : index + 1], axis=0) for index in range(len(values))]
+    )
 
 
 def _normal(trace: dict[str, Any], stat: str) -> Any:
@@ -67,7 +69,7 @@ def max_logit(bound: float) -> Detector:
 
 
 def six_sigma(column: str, sigmas: float = 6.0, window: int = 128) -> Detector:
-    """OLMo-core's spike score: more than `sigmas` deviations above the mean of the last `window` records."""
+    """OLMo-core's spike score: `sigmas` deviations above the mean of the last `window` records."""
 
     def run(trace: dict[str, Any]) -> list[int]:
         values, steps = trace[column], trace.get("loss_step", trace["step"])
@@ -85,7 +87,7 @@ def six_sigma(column: str, sigmas: float = 6.0, window: int = 128) -> Detector:
 
 
 def ratio(column: str, factor: float) -> Detector:
-    """A value above `factor` times its running median of the last 20 records (gradient-norm alarms)."""
+    """A value above `factor` times its running median of the last 20 records."""
 
     def run(trace: dict[str, Any]) -> list[int]:
         values, steps = trace[column], trace.get("loss_step", trace["step"])
@@ -93,7 +95,11 @@ def ratio(column: str, factor: float) -> Detector:
         for index in range(len(values)):
             past = values[max(0, index - 20) : index]
             past = past[np.isfinite(past)]
-            if steps[index] >= WARMUP and len(past) >= 5 and not values[index] <= factor * np.median(past):
+            if (
+                steps[index] >= WARMUP
+                and len(past) >= 5
+                and not values[index] <= factor * np.median(past)
+            ):
                 hits.append(int(steps[index]))
         return hits
 

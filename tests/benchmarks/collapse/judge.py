@@ -11,8 +11,10 @@ MARGIN, RECORDS = 0.1, 5
 FOUND_KINDS = ("concentration", "both", "logit_growth", "nonfinite")
 
 
-def damage_step(trace: dict[str, Any], twin: dict[str, Any], *, margin: float = MARGIN) -> int | None:
-    """First step from which the median-of-3 validation loss stays `margin` above the twin's for 5 records."""
+def damage_step(
+    trace: dict[str, Any], twin: dict[str, Any], *, margin: float = MARGIN
+) -> int | None:
+    """First step from which the smoothed validation loss stays `margin` above the twin's."""
     steps, loss, usual = trace["loss_step"], _median3(trace["val_loss"]), _median3(twin["val_loss"])
     size = min(len(loss), len(usual))
     worse = ~(loss[:size] <= usual[:size] + margin)  # a NaN loss is damage
@@ -60,11 +62,14 @@ class Verdict:
         return None if self.alarm is None or self.damage is None else self.damage - self.alarm
 
 
-def outcome(group: str, trace: dict[str, Any], twin: dict[str, Any] | None) -> tuple[str, int | None]:
+def outcome(
+    group: str, trace: dict[str, Any], twin: dict[str, Any] | None
+) -> tuple[str, int | None]:
     """What the run turned out to be, and when it was damaged.
 
-    A run meant to collapse counts as collapse only if it was damaged and concentrated; concentrated without damage
-    is ``harmless`` (an alarm there is neither right nor wrong), damage without concentration is ``elsewhere``.
+    A run meant to collapse counts as collapse only if it was damaged and concentrated; concentrated
+    without damage is ``harmless`` (an alarm there is neither right nor wrong), damage without
+    concentration is ``elsewhere``.
     """
     if twin is None:
         return group, None
@@ -81,7 +86,13 @@ def verdict(name: str, group: str, fault: int, damage: int | None, alerts: list[
     alarms = [alert for alert in alerts if alert.is_alarm]
     after = [alert.step for alert in alarms if alert.step >= fault and alert.kind in FOUND_KINDS]
     return Verdict(
-        name=name, group=group, fault=fault, damage=damage, alarm=after[0] if after else None,
+        name=name,
+        group=group,
+        fault=fault,
+        damage=damage,
+        alarm=after[0] if after else None,
         early=any(alert.step < fault for alert in alarms),
-        kinds=tuple(dict.fromkeys(alert.kind for alert in alerts if not alert.evidence.get("cleared"))),
+        kinds=tuple(
+            dict.fromkeys(alert.kind for alert in alerts if not alert.evidence.get("cleared"))
+        ),
     )

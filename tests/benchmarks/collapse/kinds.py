@@ -1,4 +1,4 @@
-"""The kinds of runs. A kind is a configuration; its twin is the same configuration without the fault."""
+"""The kinds of runs. A kind is a configuration; its twin is the same without the fault."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,11 +11,12 @@ Group = Literal["collapse", "healthy", "sink", "dilution", "elsewhere"]
 class Fault:
     """Something that goes wrong at ``step``.
 
-    ``what``: ``qk_growth`` (q and k weights times 1 + ``size`` per step), ``scale`` (attention logits times
-    ``size``, reached over ``steps``), ``rate`` (learning rate times ``size`` for ``steps``), ``second_moment``
-    (Adam's second moment is lost, first kept), ``labels`` (wrong targets for ``steps``), ``garbage`` (random
-    tokens for ``steps``), ``value_growth`` (v and output weights grow), ``one_key`` (a bias of ``size`` on one
-    content key, reached over ``steps``), ``sink_bias`` (the same on the first key).
+    ``what``: ``qk_growth`` (q and k weights times 1 + ``size`` per step), ``scale`` (attention
+    logits times ``size``, reached over ``steps``), ``rate`` (learning rate times ``size`` for
+    ``steps``), ``second_moment`` (Adam's second moment is lost, the first kept), ``labels`` (wrong
+    targets for ``steps``), ``garbage`` (random tokens for ``steps``), ``value_growth`` (v and
+    output weights grow), ``one_key`` (a bias of ``size`` on one content key, reached over ``steps``),
+    ``sink_bias`` (the same on the first key).
     """
 
     what: str
@@ -31,7 +32,7 @@ class Run:
     """One run: model, data, optimiser, fault, cadence."""
 
     group: Group = "healthy"
-    steps: int = 600
+    steps: int = 500
     every: int = 10
     batch: int = 12
     length: int = 64
@@ -54,9 +55,13 @@ class Run:
     decay: float = 0.1
     beta2: float = 0.99
     clip: float = 1.0
-    lengths: Sequence[int] = field(default_factory=tuple)  # the length changes to these, in equal parts
+    lengths: Sequence[int] = field(
+        default_factory=tuple
+    )  # the length changes to these, in equal parts
     fault: Fault | None = None
-    fix: dict[str, Any] = field(default_factory=dict)  # what the twin has otherwise; the fault is always taken out
+    fix: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the twin has otherwise; the fault is always taken out
     note: str = ""
 
     def twin(self) -> "Run":
@@ -72,69 +77,93 @@ NORMED = {"qk_norm": True}
 
 KINDS: dict[str, Run] = {
     # Collapse, as in the field's reports.
-    "qk_growth": _run(group="collapse", fault=Fault(what="qk_growth", step=300, size=0.01)),
-    "qk_growth_layer": _run(group="collapse", layers=3, fault=Fault(what="qk_growth", step=300, size=0.012, layers=[1])),
-    "qk_growth_head": _run(group="collapse", layers=2, fault=Fault(what="qk_growth", step=250, size=0.015, layers=[0], heads=[1])),
+    "qk_growth": _run(group="collapse", fault=Fault(what="qk_growth", step=250, size=0.01)),
+    "qk_growth_layer": _run(
+        group="collapse", layers=3, fault=Fault(what="qk_growth", step=250, size=0.012, layers=[1])
+    ),
+    "qk_growth_head": _run(
+        group="collapse",
+        layers=2,
+        fault=Fault(what="qk_growth", step=250, size=0.015, layers=[0], heads=[1]),
+    ),
     "rate_high": _run(group="collapse", rate=1.5e-2, warmup=0, schedule="constant", fix=NORMED),
-    "rate_spike": _run(group="collapse", fault=Fault(what="rate", step=300, size=20.0, steps=40)),
+    "rate_spike": _run(group="collapse", fault=Fault(what="rate", step=250, size=20.0, steps=40)),
     "no_scale": _run(group="collapse", init=5.0, fix={"init": 1.0}),
-    "scale_bug": _run(group="collapse", fault=Fault(what="scale", step=300, size=8.0)),
-    "bad_resume": _run(group="collapse", rate=4e-3, fault=Fault(what="second_moment", step=300)),
+    "scale_bug": _run(group="collapse", fault=Fault(what="scale", step=250, size=8.0)),
+    "bad_resume": _run(group="collapse", rate=4e-3, fault=Fault(what="second_moment", step=250)),
     # Our own. The expectation stands in `note`.
     "one_key": _run(
-        group="collapse", fault=Fault(what="one_key", step=300, size=16.0, steps=150),
-        note="every row turns to one content key; total entropy cannot tell it from a sink; should be found",
+        group="collapse",
+        fault=Fault(what="one_key", step=250, size=16.0, steps=150),
+        note="every row turns to one content key; should be found",
     ),
     "many_heads_one": _run(
-        group="collapse", layers=4, heads=8, fault=Fault(what="qk_growth", step=250, size=0.015, layers=[2], heads=[5]),
+        group="collapse",
+        layers=4,
+        heads=8,
+        fault=Fault(what="qk_growth", step=250, size=0.015, layers=[2], heads=[5]),
         note="1 of 32 heads: damage is doubtful; a head-level warning at most",
     ),
     "late_slow": _run(
-        group="collapse", steps=800, fault=Fault(what="qk_growth", step=250, size=0.004),
-        note="0.4 % per step, slower than the memory of 150 steps: growth is missed, the level rule is late",
+        group="collapse",
+        steps=800,
+        fault=Fault(what="qk_growth", step=250, size=0.004),
+        note="0.4 % per step, slower than the memory of 150 steps: the level rule is late",
     ),
     "sawtooth": _run(
-        group="collapse", schedule="sawtooth", rate=6e-3, fix={"schedule": "cosine", "rate": 2e-3},
+        group="collapse",
+        schedule="sawtooth",
+        rate=6e-3,
+        fix={"schedule": "cosine", "rate": 2e-3},
         note="the learning rate jumps by 10 every 100 steps; we expect to fail or be late",
     ),
     "cross_cadence": _run(
-        group="collapse", every=50, fault=Fault(what="qk_growth", step=300, size=0.01),
+        group="collapse",
+        every=50,
+        fault=Fault(what="qk_growth", step=250, size=0.01),
         note="one record in 50 steps",
     ),
     "low_beta2_rate": _run(
-        group="collapse", rate=8e-3, warmup=10, beta2=0.999, fix={"rate": 2e-3, "warmup": 60, "beta2": 0.99},
-        note="a late second moment at a high rate: damage without clear concentration; we expect to fail",
+        group="collapse",
+        rate=8e-3,
+        warmup=10,
+        beta2=0.999,
+        fix={"rate": 2e-3, "warmup": 60, "beta2": 0.99},
+        note="damage without clear concentration; we expect to fail",
     ),
     # Damage that does not come from attention, sink growth, dilution: an alarm is false.
-    "labels": _run(group="elsewhere", fault=Fault(what="labels", step=300, steps=100)),
-    "value_growth": _run(group="elsewhere", fault=Fault(what="value_growth", step=300, size=0.01),
-                         note="values and outputs blow up; attention reacts, we may alarm"),
-    "garbage": _run(group="elsewhere", fault=Fault(what="garbage", step=300, steps=40)),
-    "bag": _run(group="sink", layers=1, heads=2, data="bag", steps=700),
-    "bag_deep": _run(group="sink", layers=2, heads=4, data="bag", steps=700),
-    "sink_bias": _run(group="sink", fault=Fault(what="sink_bias", step=300, size=6.0, steps=100)),
-    "cooling": _run(group="dilution", fault=Fault(what="scale", step=300, size=0.03, steps=150)),
-    "qk_decay": _run(group="dilution", fault=Fault(what="qk_growth", step=300, size=-0.01)),
+    "labels": _run(group="elsewhere", fault=Fault(what="labels", step=250, steps=100)),
+    "value_growth": _run(
+        group="elsewhere",
+        fault=Fault(what="value_growth", step=250, size=0.01),
+        note="values and outputs blow up; attention reacts, we may alarm",
+    ),
+    "garbage": _run(group="elsewhere", fault=Fault(what="garbage", step=250, steps=40)),
+    "bag": _run(group="sink", layers=1, heads=2, data="bag", steps=600),
+    "bag_deep": _run(group="sink", layers=2, heads=4, data="bag", steps=600),
+    "sink_bias": _run(group="sink", fault=Fault(what="sink_bias", step=250, size=6.0, steps=100)),
+    "cooling": _run(group="dilution", fault=Fault(what="scale", step=250, size=0.03, steps=150)),
+    "qk_decay": _run(group="dilution", fault=Fault(what="qk_growth", step=250, size=-0.01)),
     # Healthy, in shapes that the thresholds were not tuned on.
-    "h_deep": _run(layers=6, heads=2, width=32, batch=8),
-    "h_wide": _run(layers=2, heads=8, width=128, batch=8, steps=400),
+    "h_deep": _run(layers=6, heads=2, width=32, batch=8, steps=400),
+    "h_wide": _run(layers=2, heads=8, width=128, batch=8, steps=350),
     "h_many_heads": _run(layers=2, heads=16, width=64),
     "h_one_layer": _run(layers=1, heads=8),
     "h_short": _run(length=24, batch=32),
-    "h_long": _run(length=160, batch=6, steps=450),
+    "h_long": _run(length=160, batch=6, steps=400),
     "h_sgd": _run(optimiser="sgd", rate=0.3, warmup=30),
     "h_lion": _run(optimiser="lion", rate=4e-4),
     "h_every5": _run(every=5, steps=400),
     "h_every50": _run(every=50),
-    "h_log": _run(every=0, steps=700, note="log-spaced records"),
-    "h_copy": _run(data="copy", rate=3e-3, steps=700),
-    "h_copy_rope": _run(data="copy", position="rope", rate=4e-3, steps=700),
+    "h_log": _run(every=0, steps=600, note="log-spaced records"),
+    "h_copy": _run(data="copy", rate=3e-3, steps=600),
+    "h_copy_rope": _run(data="copy", position="rope", rate=4e-3, steps=600),
     "h_code": _run(data="code", layers=3),
     "h_gqa": _run(heads=8, groups=2),
     "h_window": _run(window=16, position="rope"),
     "h_bidirectional": _run(causal=False, data="masked"),
     "h_qk_norm_fast": _run(qk_norm=True, rate=2e-2, warmup=20),
-    "h_restarts": _run(schedule="restarts", steps=700),
+    "h_restarts": _run(schedule="restarts", steps=600),
     "h_dropout": _run(dropout=0.2, layers=3),
     "h_post": _run(norm="post", rate=1e-3, warmup=120),
     "h_lengths": _run(lengths=(32, 96, 48), batch=10),

@@ -1,4 +1,4 @@
-"""A small transformer with the switches that the kinds need; attention is F.scaled_dot_product_attention."""
+"""A small transformer with the switches that the kinds need."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.benchmarks.collapse.kinds import Run
 
 
 class Attention(nn.Module):
-    """Self-attention. `bias_at` adds `bias` to the logits of one key, `scale` multiplies all logits."""
+    """Self-attention. `bias` is added to the logits of key `bias_at`, `scale` multiplies all."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -21,7 +21,9 @@ class Attention(nn.Module):
         self.key = nn.Linear(run.width, self.groups * self.size, bias=False)
         self.value = nn.Linear(run.width, self.groups * self.size, bias=False)
         self.out = nn.Linear(run.width, run.width, bias=False)
-        self.norms = nn.ModuleList([nn.RMSNorm(self.size), nn.RMSNorm(self.size)]) if run.qk_norm else None
+        self.norms = (
+            nn.ModuleList([nn.RMSNorm(self.size), nn.RMSNorm(self.size)]) if run.qk_norm else None
+        )
         self.scale, self.bias, self.bias_at = 1.0, 0.0, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,7 +77,10 @@ class Block(nn.Module):
         self.first, self.second = nn.LayerNorm(run.width), nn.LayerNorm(run.width)
         self.attention = Attention(run)
         self.mlp = nn.Sequential(
-            nn.Linear(run.width, 4 * run.width), nn.GELU(), nn.Linear(4 * run.width, run.width), nn.Dropout(run.dropout)
+            nn.Linear(run.width, 4 * run.width),
+            nn.GELU(),
+            nn.Linear(4 * run.width, run.width),
+            nn.Dropout(run.dropout),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,8 +107,10 @@ class Model(nn.Module):
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=0.02)
             if ".query." in name or ".key." in name:
-                # A large initialisation is one that makes logits of order `init`, whatever the width.
-                nn.init.normal_(weight, std=0.02 if run.init == 1.0 else run.init / math.sqrt(run.width))
+                # A large initialisation makes logits of order `init`, whatever the width.
+                nn.init.normal_(
+                    weight, std=0.02 if run.init == 1.0 else run.init / math.sqrt(run.width)
+                )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -20,9 +20,15 @@ def table(rows: Mapping[str, Sequence[Verdict]]) -> str:
         cells = [label, f"{len(found)}/{len(hits)}"]
         for group in GROUPS:
             members = [item for item in verdicts if item.group == group]
-            cells.append(f"{sum(item.alarm is not None or item.early for item in members)}/{len(members)}")
+            cells.append(
+                f"{sum(item.alarm is not None or item.early for item in members)}/{len(members)}"
+            )
         faulty = [item for item in verdicts if item.fault > 0]
         cells.append(f"{sum(item.early for item in faulty)}/{len(faulty)}")
-        cells += [f"{np.median(leads):.0f}", f"{np.mean([lead >= 0 for lead in leads]):.0%}"] if leads else ["-", "-"]
+        cells += (
+            [f"{np.median(leads):.0f}", f"{np.mean([lead >= 0 for lead in leads]):.0%}"]
+            if leads
+            else ["-", "-"]
+        )
         lines.append(cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

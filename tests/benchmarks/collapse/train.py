@@ -21,8 +21,20 @@ from tests.benchmarks.collapse.kinds import Run
 from tests.benchmarks.collapse.model import Model
 
 KEPT = (
-    "sink_mass", "content_mass", "binary_entropy", "content_entropy", "content_mass_entropy", "content_evenness",
-    "total_entropy", "max_logit", "logit_spread", "logit_spread_scaled", "support", "log_support", "rows_valid", "rows_nonfinite",
+    "sink_mass",
+    "content_mass",
+    "binary_entropy",
+    "content_entropy",
+    "content_mass_entropy",
+    "content_evenness",
+    "total_entropy",
+    "max_logit",
+    "logit_spread",
+    "logit_spread_scaled",
+    "support",
+    "log_support",
+    "rows_valid",
+    "rows_nonfinite",
 )
 
 
@@ -41,7 +53,9 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         run, step = self.run, int(batch)
-        length = run.length if not run.lengths else run.lengths[step * len(run.lengths) // run.steps]
+        length = (
+            run.length if not run.lengths else run.lengths[step * len(run.lengths) // run.steps]
+        )
         self._inject(step)
         tokens, targets = self.stream.batch(step, run.batch, length)
         tokens, targets = self._spoil(tokens, targets, step)
@@ -51,7 +65,9 @@ class Module(pl.LightningModule):
         return loss
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return F.cross_entropy(
+            self.model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100
+        )
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -92,7 +108,10 @@ class Module(pl.LightningModule):
             elif fault.what == "scale":
                 attention.scale = fault.size**share
             elif fault.what in ("one_key", "sink_bias"):
-                attention.bias, attention.bias_at = fault.size * share, 5 if fault.what == "one_key" else 0
+                attention.bias, attention.bias_at = (
+                    fault.size * share,
+                    5 if fault.what == "one_key" else 0,
+                )
         if fault.what == "second_moment" and step == fault.step:
             for state in self.trainer.optimizers[0].state.values():
                 state["exp_avg_sq"].zero_()
@@ -108,7 +127,9 @@ class Module(pl.LightningModule):
         elif run.optimiser == "lion":
             optimiser = Lion(self.parameters(), lr=run.rate, weight_decay=run.decay)
         else:
-            optimiser = torch.optim.AdamW(self.parameters(), lr=run.rate, betas=(0.9, run.beta2), weight_decay=run.decay)
+            optimiser = torch.optim.AdamW(
+                self.parameters(), lr=run.rate, betas=(0.9, run.beta2), weight_decay=run.decay
+            )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, self._rate)
         return {"optimizer": optimiser, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -121,7 +142,11 @@ class Module(pl.LightningModule):
             factor *= 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step % 200) / 200))
         elif run.schedule == "sawtooth":
             factor *= 1.0 if step % 100 < 15 and step >= 100 else 0.1
-        if fault is not None and fault.what == "rate" and fault.step <= step < fault.step + fault.steps:
+        if (
+            fault is not None
+            and fault.what == "rate"
+            and fault.step <= step < fault.step + fault.steps
+        ):
             factor *= fault.size
         return factor
 
@@ -149,17 +174,25 @@ class Lion(torch.optim.Optimizer):
 
 
 def train(run: Run, seed: int) -> dict[str, np.ndarray]:
-    """Trains and returns the trace: statistics (steps, layers, heads), losses at their own steps."""
+    """Trains and returns the trace: statistics (steps, layers, heads), losses at their steps."""
     for name in ("pytorch_lightning", "lightning", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     pl.seed_everything(seed, verbose=False)
     torch.set_num_threads(1)
     memory = MemoryWriter()
-    cadence = {"schedule": log_spaced(per_doubling=6)} if run.every == 0 else {"every_n_steps": run.every}
+    cadence = (
+        {"schedule": log_spaced(per_doubling=6)} if run.every == 0 else {"every_n_steps": run.every}
+    )
     monitor = EntropyMonitor(**cadence, writers=[memory], record=False, alerts=None, rows=None)
     trainer = pl.Trainer(
-        max_steps=run.steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, gradient_clip_val=run.clip, callbacks=[monitor],
+        max_steps=run.steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=run.clip,
+        callbacks=[monitor],
     )
     module = Module(run, seed)
     with warnings.catch_warnings():
@@ -168,8 +201,12 @@ def train(run: Run, seed: int) -> dict[str, np.ndarray]:
     trace = {name: np.stack(memory.grid(name)).astype(np.float32) for name in KEPT}
     losses = np.array(module.losses)
     return {
-        "step": np.array(memory.steps), **trace,
-        "loss_step": losses[:, 0].astype(np.int64), "loss": losses[:, 1], "val_loss": losses[:, 2], "grad_norm": losses[:, 3],
+        "step": np.array(memory.steps),
+        **trace,
+        "loss_step": losses[:, 0].astype(np.int64),
+        "loss": losses[:, 1],
+        "val_loss": losses[:, 2],
+        "grad_norm": losses[:, 3],
     }
 
 
