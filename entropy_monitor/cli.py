@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         namespace = parser.parse_args(arguments)
         assert module is not None
-        return int(module.run(namespace))
+        code = int(module.run(namespace))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         return 130

@@ -13,6 +13,7 @@ tensor costs milliseconds. Scalars go out in one event per step.
 """
 
 import json
+import math
 import logging
 import os
 import re
@@ -38,6 +39,9 @@ from entropy_monitor.writers.heatmap import encode_png, heatmap
 
 PLUGIN_NAME = "entropy_monitor"
 HEADS_TAG = "attention_heads"
+SINCE_NAME = "change_since"
+"""Last line of the tensor: the step that the change counts from, the same for every head."""
+
 ALERTS_TEXT_TAG = "attention_alerts"
 ALERTS_JSON_TAG = "attention_alerts_json"
 ALERTS_COUNT_TAG = f"{STAT_PREFIX}/alerts"
@@ -113,9 +117,7 @@ class TensorBoardWriter:
         if self._layout_pending:
             self.summary_writer.add_custom_scalars(custom_scalars_layout())
             self._layout_pending = False
-        scalars = {}
-        if self.scalars:
-            scalars = {ALERTS_COUNT_TAG: float(self._count), **self._scalars(emission)}
+        scalars = self._scalars(emission) if self.scalars else {}
         if hasattr(self.summary_writer, "_get_file_writer"):
             self._write_events(emission, scalars)
         else:  # a stand-in that only knows the public methods
@@ -147,7 +149,7 @@ class TensorBoardWriter:
 
     def _scalars(self, emission: Emission) -> dict[str, float]:
         """Return the scalars to write: all, or the model's alone where layers are too many."""
-        scalars = clean_tags(emission.model)
+        scalars = {ALERTS_COUNT_TAG: float(self._count), **clean_tags(emission.model)}
         if self.layers is not None:
             known = [name for name, _ in emission.layers]
             for name in self.layers:
@@ -235,11 +237,13 @@ def heads_summary(emission: Emission) -> Any:
 
     # The change has its lines from the first step on, since TensorBoard keeps the metadata of the
     # first event of a tag.
-    names = (*emission.stat_names, *CHANGE_STAT_NAMES)
+    names = (*emission.stat_names, *CHANGE_STAT_NAMES, SINCE_NAME)
     values = np.full((len(names), emission.stats.shape[1]), np.nan, dtype="<f4")
     values[: len(emission.stat_names)] = emission.stats
     if emission.change is not None:
-        values[len(emission.stat_names) :] = emission.change
+        values[len(emission.stat_names) : -1] = emission.change
+        # In every tensor, since a loader may drop the one in which the baseline began.
+        values[-1] = _or_nan(emission.summary.get("baseline_step"))
     grid = as_grid(values, emission.layers)
     layout = {
         "version": METADATA_VERSION,
@@ -256,6 +260,10 @@ def heads_summary(emission: Emission) -> Any:
     return summary_pb2.Summary.Value(
         tag=HEADS_TAG, tensor=tensor, metadata=_metadata(layout, "every head, every step")
     )
+
+
+def _or_nan(step: int | None) -> float:
+    return math.nan if step is None else float(step)
 
 
 def alerts_summary(alerts: Sequence[Alert], count: int) -> Any:

@@ -128,6 +128,15 @@ def test_damaged_frame_is_left_out_and_named(tmp_path, make):
     assert run.problems == ("step 1: the frame's checksum is wrong",)
 
 
+def test_frame_that_is_cut_off_is_left_out_and_named(tmp_path, make):
+    write(tmp_path, make(1), make(2))
+    path = tmp_path / "entropy_monitor" / "heads.bin"
+    path.write_bytes(path.read_bytes()[:-4])
+    run = read_run(tmp_path)
+    assert run.steps.tolist() == [1]
+    assert run.problems == ("step 2: heads.bin ends before its frame",)
+
+
 def test_leftover_bytes_of_a_crash_do_not_shift_later_frames(tmp_path, make):
     write(tmp_path, make(1))
     with (tmp_path / "entropy_monitor" / "heads.bin").open("ab") as file:

@@ -70,25 +70,28 @@ def test_heads_travel_as_one_tensor_with_their_layout(tmp_path, board, make):
     layout = json.loads(metadata.plugin_data.content)
     assert layout == {
         "version": 1,
-        "stats": [*STAT_NAMES, *CHANGE_STAT_NAMES],
+        "stats": [*STAT_NAMES, *CHANGE_STAT_NAMES, "change_since"],
         "layers": [{"name": name, "heads": heads} for name, heads in first.layers],
         "changes": list(CHANGE_NAMES),
     }
     one, two = (make_ndarray(e.tensor_proto) for e in events.Tensors("attention_heads"))
     assert one.dtype == np.float32
-    assert one.shape == two.shape == (len(STAT_NAMES) + 4, 3, 4)
+    assert one.shape == two.shape == (len(STAT_NAMES) + 5, 3, 4)
     np.testing.assert_array_equal(two[: len(STAT_NAMES), 1], second.stats[:, 2:6])
     assert np.isnan(two[:, 0, 2:]).all()
     assert np.isnan(one[len(STAT_NAMES) :]).all()
-    np.testing.assert_array_equal(two[len(STAT_NAMES) :, 2, 0], second.change[:, 6])
+    np.testing.assert_array_equal(two[len(STAT_NAMES) : -1, 2, 0], second.change[:, 6])
+    since = second.summary.get("baseline_step", np.nan)
+    np.testing.assert_array_equal(two[-1, 0], [since, since, np.nan, np.nan])
 
 
 def test_alerts_as_text_count_and_cumulative_json(tmp_path, board, make, make_alert):
     writer = TensorBoardWriter(board, alerts=[make_alert(1)])
+    writer.write(make(5))  # TensorBoard flushes the very first event by itself
     writer.write(make(10, alerts=[make_alert(10, message="<b>x|y</b>"), make_alert(10, head=0)]))
     # Flushed at once: what is on disk now must already hold the alert, before any close.
     events = load(tmp_path)
-    assert [e.value for e in events.Scalars("attention/alerts")] == [3.0]
+    assert [e.value for e in events.Scalars("attention/alerts")] == [1.0, 3.0]
     writer.write(make(20))
     writer.write(make(30, alerts=[make_alert(30)]))
     writer.close()
@@ -132,7 +135,7 @@ def many_layers(make, count):
 
 def test_too_many_tags_leave_the_layers_out_with_one_warning(tmp_path, board, make):
     writer = TensorBoardWriter(board)
-    message = r"601 scalar tags .* 512 .*`layers`.*layers=\['h.0'\]"
+    message = r"602 scalar tags .* 512 .*`layers`.*layers=\['h.0'\]"
     with pytest.warns(UserWarning, match=message):
         writer.write(many_layers(make, 300))
     writer.write(many_layers(make, 300))  # a second warning would be an error
@@ -205,6 +208,8 @@ def test_the_users_writer_stays_open(tmp_path, board, make):
     writer.close()
     board.add_scalar("loss", 1.0, 2)
     board.flush()
+    # A SummaryWriter that was closed would go on in a second file.
+    assert len(list(tmp_path.glob("events.*"))) == 1
     assert "loss" in scalars(tmp_path)
 
 
