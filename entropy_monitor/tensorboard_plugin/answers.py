@@ -15,6 +15,7 @@ import numpy.typing as npt
 from entropy_monitor.names import CHANGE_NAMES, CHANGE_STAT_NAMES, STATISTICS
 from entropy_monitor.tensorboard_plugin.history import History, HistoryError
 from entropy_monitor.tensorboard_plugin.packing import BUDGET, pack, quantise, thin
+from entropy_monitor.writers.tensorboard import SINCE_NAME
 
 MAX_ALERTS = 5000
 MAX_MESSAGE = 2000
@@ -56,7 +57,7 @@ def describe_run(
     return {
         "name": name,
         "layers": [{"name": layer, "heads": heads} for layer, heads in layers],
-        "stats": describe_stats(stats),
+        "stats": describe_stats([name for name in stats if name != SINCE_NAME]),
     }
 
 
@@ -105,7 +106,7 @@ def series_answer(history: History, layer: int, head: int, since: int | None = N
         HistoryError: If the step was not recorded.
     """
     at = history.layout.head(layer, head)
-    stats = [name for name in history.layout.stats if name not in CHANGE_STAT_NAMES]
+    stats = [name for name in history.layout.stats if not name.startswith("change_")]
     lines = [history.layout.stats.index(name) for name in stats]
     count = len(history.steps)
     chosen = thin(count, (BUDGET - _HEADER_ROOM) // (4 * (len(stats) + len(CHANGE_NAMES) + 1)))
@@ -131,11 +132,7 @@ def attribution_answer(history: History, since: int | None = None) -> bytes:
         HistoryError: If the step was not recorded.
     """
     count = len(history.steps)
-    stats = [
-        name
-        for name in history.layout.stats
-        if name not in CHANGE_STAT_NAMES and not name.startswith("rows_")
-    ]
+    stats = [name for name in history.layout.stats if not name.startswith(("rows_", "change_"))]
     per_step = 4 * (len(CHANGE_NAMES) * (1 + len(history.layout.layers)) + len(stats) + 2)
     chosen = thin(count, (BUDGET - _HEADER_ROOM) // per_step)
     header: dict[str, Any] = {"stats": stats, "changes": list(CHANGE_NAMES), "problem": None}
@@ -229,9 +226,7 @@ def _since(history: History, since: int | None) -> dict[str, Any]:
     if since is not None:
         return {"kind": "step", "step": since}
     if history.baseline is not None:
-        first = int(history.steps[history.baseline])
-        step = first if history.baseline_step is None else history.baseline_step
-        return {"kind": "baseline", "step": step}
+        return {"kind": "baseline", "step": history.baseline}
     return {"kind": "first", "step": int(history.steps[0]) if len(history.steps) else None}
 
 

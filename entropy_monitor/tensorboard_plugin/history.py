@@ -14,6 +14,7 @@ import numpy.typing as npt
 from entropy_monitor.attribution import split_means
 from entropy_monitor.names import CHANGE_NAMES, CHANGE_STAT_NAMES
 from entropy_monitor.tensorboard_plugin.layout import Layout
+from entropy_monitor.writers.tensorboard import SINCE_NAME
 
 Floats = npt.NDArray[Any]
 
@@ -64,11 +65,20 @@ class History:
 
     @property
     def baseline(self) -> int | None:
-        """Position of the first step that has a recorded change, or None if none has."""
-        if "change_total" not in self.layout.stats:
+        """The step that recorded changes count from, or None if no change was recorded."""
+        if not set(CHANGE_STAT_NAMES) <= set(self.layout.stats):
             return None
         recorded = np.isfinite(self.stat("change_total")).any(axis=1)
-        return int(np.argmax(recorded)) if recorded.any() else None
+        if not recorded.any():
+            return None
+        if self.baseline_step is not None:
+            return self.baseline_step
+        if SINCE_NAME in self.layout.stats:
+            since = self.stat(SINCE_NAME)
+            known = since[np.isfinite(since)]
+            if known.size:
+                return int(known[-1])
+        return int(self.steps[np.argmax(recorded)])
 
     def stat(self, name: str) -> Floats:
         """Return one recorded statistic, ``(n, heads)``.

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -12,7 +13,11 @@ from entropy_monitor.alerts.alert import Alert
 from entropy_monitor.attribution import split_means
 from entropy_monitor.names import CHANGE_NAMES, STAT_NAMES
 from entropy_monitor.writers.base import Emission
-from entropy_monitor.writers.tensorboard import alerts_summary, heads_summary
+from entropy_monitor.writers.tensorboard import (
+    _use_fast_checksum,
+    alerts_summary,
+    heads_summary,
+)
 
 
 def plain_layers(count, heads, pattern="model.layers.{}.self_attn"):
@@ -69,8 +74,8 @@ def head_means(layers, progress, seed=0, drift=1.0):
     return np.stack([values.get(name, np.zeros(heads)) for name in STAT_NAMES]).astype(np.float32)
 
 
-def emission(layers, step, last, *, baseline=None, seed=0, drift=1.0, alerts=()):
-    """One emission; `baseline`: the means of the step that recorded changes count from."""
+def emission(layers, step, last, *, baseline=None, since=0, seed=0, drift=1.0, alerts=()):
+    """One emission; `baseline`: the means of the step `since` that recorded changes count from."""
     stats = head_means(layers, step / max(1, last), seed, drift)
     change = None
     if baseline is not None:
@@ -78,8 +83,14 @@ def emission(layers, step, last, *, baseline=None, seed=0, drift=1.0, alerts=())
         before = {name: baseline[i] for i, name in enumerate(STAT_NAMES)}
         split = split_means(before, means)
         change = np.stack([split[name] for name in CHANGE_NAMES]).astype(np.float32)
+    summary = {} if baseline is None else {"baseline_step": since}
     return Emission(
-        step=step, layers=tuple(layers), stats=stats, change=change, alerts=tuple(alerts)
+        step=step,
+        layers=tuple(layers),
+        stats=stats,
+        change=change,
+        summary=summary,
+        alerts=tuple(alerts),
     )
 
 
@@ -135,6 +146,8 @@ class EventLog:
 
     def __init__(self, folder):
         self._writer = EventFileWriter(str(folder))
+        # TensorBoard's own checksum takes 0.3 s for a large tensor.
+        _use_fast_checksum(SimpleNamespace(event_writer=self._writer))
         self._wall = 1_750_000_000.0
 
     def summary(self, *values, step):
@@ -183,6 +196,7 @@ def write_run(folder, layers, steps, *, seed=0, drift=1.0, alerts=None, baseline
             step,
             last,
             baseline=baseline if baseline_at is not None and step >= baseline_at else None,
+            since=baseline_at,
             seed=seed,
             drift=drift,
             alerts=due,

@@ -70,10 +70,19 @@ def test_without_a_step_the_recorded_change_is_shown(tensors):
     frames = [(step, np.where(np.isfinite(grid), grid, grid)) for step, grid in frames]
     frames[5][1][LAYOUT.stats.index("change_sink")] += 7.0
     history = build_history("r", LAYOUT, frames)
-    assert history.baseline == 2
+    assert history.baseline == 20
     assert np.isnan(history.changes(None)[0]).all()
     assert (history.changes(None)[5, 1] > 5).all()
     assert (np.abs(history.changes(20)[5, 1]) < 5).all()
+
+
+def test_the_baseline_is_known_where_its_own_step_was_dropped(tensors):
+    layout = Layout(stats=(*LAYOUT.stats, "change_since"), layers=LAYOUT.layers)
+    frames = [
+        (step, np.concatenate([grid, np.full((1, 2, 3), 20.0, np.float32)]))
+        for step, grid in tensors(baseline_at=20)
+    ]
+    assert build_history("r", layout, frames[5:]).baseline == 20
 
 
 def test_without_a_recorded_change_the_first_step_counts(tensors):

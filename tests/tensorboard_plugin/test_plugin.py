@@ -318,7 +318,7 @@ def test_huge_steps_are_exact(unpack):
 
 def test_a_read_asks_for_no_more_than_the_byte_budget(tmp_path, synthetic, app, monkeypatch):
     synthetic.write_run(tmp_path / "run", LAYERS, range(0, 101, 10))
-    one = 4 * (len(STAT_NAMES) + len(CHANGE_NAMES)) * 4 * 4
+    one = 4 * (len(STAT_NAMES) + len(CHANGE_NAMES) + 1) * 4 * 4
     monkeypatch.setattr(store, "READ_BUDGET", 5 * one)
     routes = app(tmp_path)
     asked = []
