@@ -35,7 +35,7 @@ class RowSums:
     mass: Tensor
     drop: Tensor
     first: Tensor
-    norm: Tensor
+    scatter: Tensor
     visible: Tensor
     """Number of visible keys, 0 for padding; learned sinks are no keys."""
     content: Tensor
@@ -46,7 +46,7 @@ class RowSums:
     """(sink keys, batch, heads, rows): which keys they are, where rows differ in them."""
 
 
-_NAMES = ("top", "mass", "drop", "first", "norm", "visible", "content")
+_NAMES = ("top", "mass", "drop", "first", "scatter", "visible", "content")
 _FIXED = len(_NAMES)
 
 
@@ -226,7 +226,7 @@ class Sweep:
             self._fill(x, kv, chunk, slots, key, real, block)
             if careful:
                 overwrite_hidden(x, block)
-            sums = reduce_tile(x, e, block, sinks, virtual)
+            sums = reduce_tile(x, e, block, sinks, virtual, content)
             share = sums.share(weight)
             if careful or sums.plausible(share):
                 break
@@ -242,7 +242,7 @@ class Sweep:
         columns = columns[..., block.start : block.stop]
         columns.baddbmm_(share.view(b * h, 1, r), e.view(b * h, r, n))
 
-        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.norm]
+        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.scatter]
         numbers += [visible.expand(b, h, r), content.expand(b, h, r)]
         if sums.sink_logits is not None:
             numbers += sums.sink_logits.unbind(-1)

@@ -36,8 +36,8 @@ class TileSums:
     """sum of (l - top) exp(l - top), in bits, <= 0."""
     first: Tensor
     """sum of l - top, in bits."""
-    norm: Tensor
-    """Square root of the sum of (l - top)^2, in bits."""
+    scatter: Tensor
+    """sum of (l - mean l)^2, in bits^2."""
     sink_logits: Tensor | None
     """(b, h, rows, sinks): logits of the sink keys, then of the learned sinks; -inf for none."""
 
@@ -52,14 +52,14 @@ class TileSums:
 
     def finite(self) -> Tensor:
         """Bool: all logits of content and sink are finite (a sink of -inf is an absent one)."""
-        good = torch.isfinite(self.norm) & torch.isfinite(self.top)
+        good = torch.isfinite(self.scatter) & torch.isfinite(self.top)
         if self.sink_logits is not None:
             good &= (self.sink_logits < torch.inf).all(-1)
         return good
 
     def plausible(self, share: Tensor) -> bool:
         """Whether no row is spoilt by a NaN, an infinity or the absurd value of a hidden key."""
-        return float((share * self.norm).sum() + self.top.max()) < _GARBAGE
+        return float((share * self.scatter).sum() + self.top.max()) < _GARBAGE
 
 
 def overwrite_hidden(x: Tensor, block: Block) -> None:
@@ -74,6 +74,7 @@ def reduce_tile(
     block: Block,
     sinks: SinkKeys | None,
     virtual: Tensor | None,
+    content: Tensor,
 ) -> TileSums:
     """Sums over the content keys of a tile.
 
@@ -83,6 +84,7 @@ def reduce_tile(
         block: The support.
         sinks: The sink keys.
         virtual: Logits of learned sinks (b, h, rows, learned sinks).
+        content: Number of content keys of each row (b or 1, h or 1, rows or 1).
     """
     # One sink in one column, seen by all rows, is the usual case: three writes to a view.
     single = None
@@ -109,12 +111,29 @@ def reduce_tile(
     else:
         _zero_sinks(x, sinks, block)
     first = x.sum(-1)
-    norm = torch.linalg.vector_norm(x, dim=-1)
+    scatter = _scatter(x, e, first, content)
     mass = e.sum(-1)
     drop = x.mul_(e).sum(-1)
     return TileSums(
-        top=top[..., 0], mass=mass, drop=drop, first=first, norm=norm, sink_logits=sink_logits
+        top=top[..., 0], mass=mass, drop=drop, first=first, scatter=scatter, sink_logits=sink_logits
     )
+
+
+def _scatter(x: Tensor, e: Tensor, first: Tensor, content: Tensor) -> Tensor:
+    """Sum of squared deviations from the mean over the content.
+
+    The sum of squares about the maximum is one pass, and enough while the mean is within ten
+    standard deviations of the maximum. Beyond, as in a row that has collapsed onto one key, nothing
+    would be left of the difference, and the deviations are formed.
+    """
+    square = torch.linalg.vector_norm(x, dim=-1).square_()
+    mean_square = first.square() / content.clamp(min=1)
+    if x.is_cuda or bool((mean_square > 0.99 * square).any()):
+        deviation = x - (first / content.clamp(min=1))[..., None]
+        # x <= 0 <= e, and both are 0 at hidden keys and sinks alone.
+        deviation.mul_((e - x).sign_())
+        return torch.linalg.vector_norm(deviation, dim=-1).square_()
+    return square.sub_(mean_square).clamp_(min=0.0)
 
 
 def _take_sinks(x: Tensor, sinks: SinkKeys | None, block: Block) -> Tensor | None:

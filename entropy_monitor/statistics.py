@@ -215,7 +215,7 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     sink_top, sink_lse, sigma, sink_entropy = _sink(sums)
     has_sink = sink_top > -torch.inf
     # NaN and infinities of either sign end up as a failed comparison.
-    good = torch.maximum(sums.norm + sums.top.abs(), sink_top) < torch.inf
+    good = torch.maximum(sums.scatter + sums.top.abs(), sink_top) < torch.inf
     kind = _kinds(sums, has_sink, good)
     seen = good & (sums.visible > 0)
     counted = seen & (m >= 2)
@@ -225,14 +225,14 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     # Rows that do not count get sums that make every formula give 0.
     size = torch.where(counted, m, 1.0)
     mass = torch.where(counted, sums.mass, 1.0)
-    bits = (sums.drop, sums.first, sums.norm)
-    drop, first, norm = (torch.where(counted, x * _LOG_2, 0.0) for x in bits)
+    drop = torch.where(counted, sums.drop, 0.0) * _LOG_2
+    first = torch.where(counted, sums.first, 0.0) * _LOG_2
+    scatter = torch.where(counted, sums.scatter, 0.0) * _LOG_2**2
     log_mass, log_size = mass.log(), size.log()
     content_entropy = log_mass - drop / mass
     evenness = (content_entropy / torch.where(counted, log_size, 1.0)).clamp_(max=1.0)
     concentration = (log_size - content_entropy).clamp_(min=0.0)
     logit_range = -first / size
-    variance = (norm.square() / size - logit_range.square()).clamp_(min=0.0)
 
     # sink_lse is relative to sink_top: no two large numbers are subtracted after being rounded.
     log_odds = torch.where(both, (sink_top - sums.top) + sink_lse - log_mass, 0.0)
@@ -262,7 +262,7 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
         evenness=evenness,
         concentration=concentration,
         max_logit=torch.where(seen, torch.maximum(top, sink_top), 0.0),
-        logit_spread=variance.sqrt(),
+        logit_spread=(scatter / size).sqrt_(),
         logit_range=logit_range,
         support=torch.where(kind == RowKind.EMPTY, 0, m).to(torch.int32),
         kind=kind,

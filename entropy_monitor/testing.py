@@ -83,17 +83,10 @@ def reference_row_statistics(
         diagonal = np.einsum("bhii->bhi", visible)
         padded = ~diagonal & diagonal.any(-1, keepdims=True)
 
-    chosen = (
-        np.arange(t_q)[None].repeat(b, 0)
-        if rows is None
-        else np.array(rows).reshape(-1, np.shape(rows)[-1])
-    )
+    chosen = np.arange(t_q) if rows is None else _numpy(rows)
     chosen = np.broadcast_to(chosen, (b, chosen.shape[-1]))
-    weight = (
-        np.ones(chosen.shape)
-        if weights is None
-        else np.broadcast_to(np.array(weights, float), chosen.shape)
-    )
+    weight = np.ones(()) if weights is None else _numpy(weights).astype(float)
+    weight = np.broadcast_to(weight, chosen.shape)
     out = {name: np.zeros((b, h, chosen.shape[1])) for name in (*_FLOATS, "support", "kind")}
     columns, totals = np.zeros((b, h, t_k)), np.zeros((b, h))
     for i in range(b):
@@ -153,6 +146,10 @@ def assert_matches_reference(
                 f"{field.name}{[int(x) for x in worst]}: got {got[worst]}, expected {want[worst]} "
                 f"({int(beyond.sum())} of {got.size} differ)"
             )
+
+
+def _numpy(values: Tensor | Sequence[int]) -> Any:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.array(values)
 
 
 def _logits(
