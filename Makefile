@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Two cores are enough for everything here, and small models get slower, not faster, with more threads.
-export OMP_NUM_THREADS ?= 2
+# The models here are small: more threads make them slower, much slower on a busy machine.
+export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
 

@@ -209,7 +209,7 @@ def train_twin(
         writers=[memory],
         on_error="raise",
     )
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with _quiet(), _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         module = BackcopyModule(task, recipe)
         trainer = pl.Trainer(
@@ -269,6 +269,17 @@ def _look(
         "tokens": shown,
         "weights": weights[0],
     }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread: a model this small gets slower with more, and results hang on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
