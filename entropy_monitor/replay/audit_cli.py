@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entropy_monitor.replay import cli
+from entropy_monitor.replay import options as options_of
 from entropy_monitor.replay.errors import CheckpointError, ReplayError
 
 DESCRIPTION = """\
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     with cli.one_line_errors("audit") as state:
         from entropy_monitor.replay.audit_output import describe, to_dict, write
 
-        options = cli.with_config_file(given, OPTIONS)
+        options = options_of.with_config_file(given, OPTIONS)
         with cli.progress(as_json) as (say, track):
             result, name = _audit(options, say, track)
         folder = Path(options.get("out") or f"audit-{name}")
@@ -116,17 +117,17 @@ def _audit(options: Mapping[str, Any], say: Any, track: Any) -> tuple[Any, str]:
     names = ("rows", "triples", "clusters", "heads", "seed")
     arguments: dict[str, Any] = {name: options[name] for name in names if name in options}
     if "sink" in options:
-        arguments["sink"] = cli.parse_sink(options["sink"])
+        arguments["sink"] = options_of.parse_sink(options["sink"])
     settings = AuditSettings(**arguments)
     # Verdicts need short sequences and few of them; the model's full length would only cost time.
     length = {} if "tokens" in options else {"length": 256}
-    tokens = cli.token_spec({**length, **options, "sequences": options.get("sequences")})
+    tokens = options_of.token_spec({**length, **options, "sequences": options.get("sequences")})
     scratch = tempfile.mkdtemp(prefix="entropy-monitor-audit-")
     try:
         request = ReplaySettings(
             model=options["model"],
             tokens=tokens,
-            spec=cli.model_spec(options),
+            spec=options_of.model_spec(options),
             logdir=scratch,
             keep=True,
         )

@@ -87,13 +87,28 @@ def parse_step(name: str) -> int | None:
         >>> parse_step("step-10k"), parse_step("000250"), parse_step("final")
         (10000, 250, None)
     """
-    stem = re.sub(r"\.(ckpt|safetensors|bin|pt|pth|gguf)$", "", name, flags=re.IGNORECASE)
+    named = named_step(name)
+    last = _LAST_NUMBER.search(_stem(name))
+    return named if named is not None else int(last.group(1)) if last else None
+
+
+def named_step(name: str) -> int | None:
+    """Return the number after a word like ``step`` in a name, or None.
+
+    Example:
+        >>> named_step("model-step7.bin"), named_step("llama-7b-q4_1.gguf")
+        (7, None)
+    """
+    stem = _stem(name)
     found = list(_NAMED_STEP.finditer(stem))
-    if found:
-        best = next((m for m in found if "step" in m.group(0).lower()), found[0])
-        return int(best.group(1)) * _FACTOR[best.group(2).lower()]
-    last = _LAST_NUMBER.search(stem)
-    return int(last.group(1)) if last else None
+    if not found:
+        return None
+    best = next((m for m in found if "step" in m.group(0).lower()), found[0])
+    return int(best.group(1)) * _FACTOR[best.group(2).lower()]
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\.(ckpt|safetensors|bin|pt|pth|gguf)$", "", name, flags=re.IGNORECASE)
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

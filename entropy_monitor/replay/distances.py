@@ -128,8 +128,9 @@ def _jensen_shannon(p: Float[Tensor, "heads keys"]) -> Matrix:
     entropy = -torch.xlogy(p, p).sum(-1)
     result = torch.zeros(heads, heads, dtype=p.dtype, device=p.device)
     first, second = torch.triu_indices(heads, heads, offset=1, device=p.device)
-    for block in torch.arange(len(first), device=p.device).split(max(1, _JS_BLOCK // keys)):
-        i, j = first[block], second[block]
+    step = max(1, _JS_BLOCK // keys)
+    for start in range(0, len(first), step):
+        i, j = first[start : start + step], second[start : start + step]
         middle = 0.5 * (p[i] + p[j])
         value = -torch.xlogy(middle, middle).sum(-1) - 0.5 * (entropy[i] + entropy[j])
         result[i, j] = value.clamp(min=0.0)

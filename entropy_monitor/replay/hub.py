@@ -5,6 +5,7 @@ everywhere else. Broken downloads are tried again; a revision that is not there 
 out.
 """
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from entropy_monitor.replay.errors import CheckpointError, ReplayError
 from entropy_monitor.replay.weights import hash_file
 
 T = TypeVar("T")
+Files = dict[str, tuple[int, str | None]]
+"""Names in a revision, their bytes and, where the hub tells it, their SHA-256."""
 
 _WEIGHTS = (
     "model.safetensors",
@@ -71,7 +74,7 @@ class HubSource:
         self.attempts = attempts
         self.pause = pause
         self._api = HfApi()
-        self._listing: dict[str, dict[str, tuple[int, str | None]]] = {}
+        self._listing: dict[str, Files] = {}
         self.checkpoints = in_order(self._list())
 
     def _list(self) -> list[Checkpoint]:
@@ -116,22 +119,19 @@ class HubSource:
         if checkpoint.problem is not None:
             raise CheckpointError("missing", checkpoint.problem)
         files = self._files(checkpoint)
-        wanted = _weight_names(files)
-        if not wanted:
-            raise CheckpointError(
-                "missing", f"revision {checkpoint.name} has no safetensors or .bin weights"
-            )
+        weights = _weights_name(files)
+        if weights is None:
+            reason = f"revision {checkpoint.name} has no safetensors or .bin weights"
+            raise CheckpointError("missing", reason)
         last: Exception | None = None
         for attempt in range(self.attempts):
             self._wait(attempt)
             try:
-                return self._download(checkpoint, files, wanted)
-            except CheckpointError as error:
-                last = error
-                self.release(
-                    checkpoint
-                )  # a wrong file would otherwise be taken for a finished download
+                # a wrong file must not be taken for a finished download
+                return self._download(checkpoint, files, weights, anew=_is_corrupt(last))
             except Exception as error:
+                if isinstance(error, CheckpointError) and not _is_corrupt(error):
+                    raise
                 _raise_if_final(error, checkpoint)
                 last = error
         if isinstance(last, CheckpointError):
@@ -141,49 +141,37 @@ class HubSource:
         ) from last
 
     def _download(
-        self, checkpoint: Checkpoint, files: dict[str, tuple[int, str | None]], wanted: list[str]
+        self, checkpoint: Checkpoint, files: Files, weights: str, *, anew: bool = False
     ) -> Path:
-        import json
-
-        from huggingface_hub import hf_hub_download
-
         cache = None if self.keep else str(self._cache(checkpoint))
 
         def get(name: str) -> Path:
-            return Path(
-                hf_hub_download(self.label, name, revision=checkpoint.where, cache_dir=cache)
+            path = self._api.hf_hub_download(
+                self.label, name, revision=checkpoint.where, cache_dir=cache, force_download=anew
             )
+            return Path(path)
 
         for name in _SMALL:
             if name in files:
                 get(name)
-        weights = []
-        for name in wanted:
-            path = get(name)
-            weights.append(name)
-            if name.endswith(".index.json"):
-                weights.remove(name)
-                shards = sorted(
-                    set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-                )
-                missing = [shard for shard in shards if shard not in files]
-                if missing:
-                    raise CheckpointError(
-                        "missing", f"revision {checkpoint.name} lacks shard {missing[0]}"
-                    )
-                weights += shards
-        for name in weights:
-            path = get(name)
+        first = get(weights)
+        names = [weights]
+        if weights.endswith(".index.json"):
+            names = sorted(
+                set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        for name in names:
+            if name not in files:
+                raise CheckpointError("missing", f"revision {checkpoint.name} lacks {name}")
+            path = first if name == weights else get(name)
             size, sha = files[name]
             if path.stat().st_size != size:
-                raise CheckpointError(
-                    "corrupt", f"{name}: {path.stat().st_size} of {size} bytes arrived"
-                )
+                reason = f"{name}: {path.stat().st_size} of {size} bytes arrived"
+                raise CheckpointError("corrupt", reason)
             if sha is not None and hash_file(path) != sha:
-                raise CheckpointError(
-                    "corrupt", f"{name}: its SHA-256 is not the one the hub announces"
-                )
-        return path.parent
+                reason = f"{name}: its SHA-256 is not the one the hub announces"
+                raise CheckpointError("corrupt", reason)
+        return first.parent
 
     def _cache(self, checkpoint: Checkpoint) -> Path:
         return self.folder / checkpoint.name.replace("/", "--")
@@ -199,11 +187,11 @@ class HubSource:
             files = self._files(checkpoint)
         except CheckpointError:
             return None
-        sums = [files[name][1] for name in sorted(files) if name.endswith((".safetensors", ".bin"))]
-        wanted = [name for name in _weight_names(files) if not name.endswith(".index.json")]
-        if wanted:
-            sums = [files[name][1] for name in wanted]
-        return None if not sums or None in sums else "+".join(s for s in sums if s)
+        weights = _weights_name(files)
+        if weights is None:
+            return None
+        sums = [files[name][1] for name in _all_weights(files, weights)]
+        return None if None in sums else "+".join(s for s in sums if s)
 
     def size(self, checkpoint: Checkpoint) -> int | None:
         """Return the bytes of the weights of one revision, by the hub's listing."""
@@ -211,23 +199,20 @@ class HubSource:
             files = self._files(checkpoint)
         except CheckpointError:
             return None
-        wanted = _weight_names(files)
-        if wanted and not wanted[0].endswith(".index.json"):
-            return sum(files[name][0] for name in wanted)
-        suffix = ".safetensors" if wanted and "safetensors" in wanted[0] else ".bin"
-        return sum(size for name, (size, _) in files.items() if name.endswith(suffix)) or None
+        weights = _weights_name(files)
+        if weights is None:
+            return None
+        return sum(files[name][0] for name in _all_weights(files, weights))
 
     def shared_file(self, name: str) -> Path | None:
         """Download a small file (config, tokenizer) from the first revision that can be reached."""
-        from huggingface_hub import hf_hub_download
-
         cache = None if self.keep else str(self.folder / "shared")
         for checkpoint in (*self.checkpoints[-1:], *self.checkpoints[:3]):
             try:
                 if name in self._files(checkpoint):
                     return Path(
                         self._try(
-                            lambda where=checkpoint.where: hf_hub_download(  # type: ignore[misc]
+                            lambda where=checkpoint.where: self._api.hf_hub_download(  # type: ignore[misc]
                                 self.label, name, revision=where, cache_dir=cache
                             )
                         )
@@ -241,7 +226,7 @@ class HubSource:
         found = [path for name in _TOKENIZER if (path := self.shared_file(name)) is not None]
         return found[0].parent if found else None
 
-    def _files(self, checkpoint: Checkpoint) -> dict[str, tuple[int, str | None]]:
+    def _files(self, checkpoint: Checkpoint) -> Files:
         """Return name -> (bytes, SHA-256) of a revision."""
         if checkpoint.where not in self._listing:
             try:
@@ -278,8 +263,20 @@ class HubSource:
             time.sleep(min(60.0, self.pause * 2 ** (attempt - 1)))
 
 
-def _weight_names(files: dict[str, tuple[int, str | None]]) -> list[str]:
-    return next(([name] for name in _WEIGHTS if name in files), [])
+def _weights_name(files: Files) -> str | None:
+    return next((name for name in _WEIGHTS if name in files), None)
+
+
+def _all_weights(files: Files, weights: str) -> list[str]:
+    """Names of the weight files, without reading an index: all of its kind."""
+    if not weights.endswith(".index.json"):
+        return [weights]
+    suffix = ".safetensors" if "safetensors" in weights else ".bin"
+    return sorted(name for name in files if name.endswith(suffix))
+
+
+def _is_corrupt(error: Exception | None) -> bool:
+    return isinstance(error, CheckpointError) and error.status == "corrupt"
 
 
 def _lfs_sha(sibling: Any) -> str | None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from entropy_monitor.replay.checkpoints import Checkpoint, in_order, parse_step
+from entropy_monitor.replay.checkpoints import Checkpoint, in_order, named_step, parse_step
 from entropy_monitor.replay.errors import CheckpointError, ReplayError
 from entropy_monitor.replay.weights import WEIGHT_SUFFIXES, find_weights, peek_step, weights_size
 
@@ -117,7 +117,7 @@ def _part_of_one_model(file: Path) -> bool:
 
 
 def _checkpoint(path: Path, *, allow_zero: bool) -> Checkpoint:
-    step = parse_step(path.name) if not allow_zero or path.is_file() else _trainer_step(path)
+    step = _trainer_step(path) if allow_zero else parse_step(path.name)
     if step is None and path.suffix == ".ckpt":
         step = peek_step(path)
     problem = None if step is not None or allow_zero else "no step in its name nor in the file"
@@ -128,15 +128,13 @@ def _checkpoint(path: Path, *, allow_zero: bool) -> Checkpoint:
 
 def _trainer_step(folder: Path) -> int | None:
     """The step of a single model's folder: a name like ``llama-7`` does not tell it."""
-    state = folder / "trainer_state.json"
+    state = folder / "trainer_state.json"  # written by the Hugging Face Trainer
     if state.is_file():
         try:
             return int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
         except (ValueError, KeyError, TypeError):
             return None
-    return (
-        parse_step(folder.name) if folder.name.lower().startswith(("step", "checkpoint")) else None
-    )
+    return named_step(folder.name)
 
 
 def _hub_cache(path: Path) -> list[Checkpoint]:

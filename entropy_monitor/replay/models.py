@@ -8,6 +8,7 @@ and handed over as tensors, so that every file format goes one way.
 import contextlib
 import importlib
 import inspect
+import io
 import logging
 import re
 import sys
@@ -250,7 +251,8 @@ def _from_gguf(file: Path, spec: ModelSpec) -> LoadedModel:
 
     dtype = torch.float32 if spec.dtype == "auto" else DTYPES[spec.dtype]
     try:
-        with quiet_transformers():
+        # its bar asks no one whether it is wanted
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 str(file.parent),
                 gguf_file=file.name,
@@ -355,13 +357,13 @@ def quiet_transformers() -> Iterator[None]:
 
     level, bar = hf.get_verbosity(), hf.is_progress_bar_enabled()
     hf.set_verbosity(logging.CRITICAL)
-    hf.disable_progress_bar()
+    hf.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         hf.set_verbosity(level)
         if bar:
-            hf.enable_progress_bar()
+            hf.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _line(error: BaseException, line: int = 1) -> str:

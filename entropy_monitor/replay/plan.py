@@ -144,7 +144,9 @@ def shape_of(config: Any) -> tuple[int, int]:
 
 def stored_bytes(config: Any) -> int:
     """Return the bytes per weight of a series as stored, by its configuration."""
-    name = str(getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32")
+    # transformers 5 warns when it is asked for the old name
+    old = None if hasattr(config, "dtype") else getattr(config, "torch_dtype", None)
+    name = str(getattr(config, "dtype", None) or old or "float32")
     return 2 if "16" in name else 4
 
 
@@ -244,7 +246,7 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _gb(size: float) -> str:
+def _gb(size: int | float) -> str:
     if size >= 0.1 * GB:
         return f"{size / GB:.2f} GB" if size < 10 * GB else f"{size / GB:.0f} GB"
     return f"{size / 1e6:.1f} MB"

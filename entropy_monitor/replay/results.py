@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from entropy_monitor.names import CHANGE_NAMES, CHANGE_STAT_NAMES, STAT_NAMES
+from entropy_monitor.names import CHANGE_NAMES, CHANGE_STAT_NAMES, STAT_NAMES, STAT_PREFIX
 from entropy_monitor.notebook import change_sentence
 from entropy_monitor.pipeline import Pipeline
 from entropy_monitor.replay.errors import ReplayError
@@ -102,7 +102,7 @@ def identical_weights(outcomes: Sequence[Outcome]) -> dict[int, int]:
 
     Example:
         >>> same = {"status": "measured", "weights_sha256": "x"}
-        >>> identical_weights([Outcome(name="a", step=0, **same), Outcome(name="b", step=1, **same)])
+        >>> identical_weights([Outcome(name=name, step=0, **same) for name in ("a", "b")])
         {1: 0}
     """
     first: dict[str, int] = {}
@@ -236,8 +236,10 @@ def _summary(
     formed: npt.NDArray[np.float64],
 ) -> dict[str, Any]:
     steps = formed[~np.isnan(formed)]
+    means = ("sink_mass", "total_entropy", "content_entropy", "content_evenness", "max_logit")
     return {
         **emissions[-1].summary,
+        "last": {name: emissions[-1].model.get(f"{STAT_PREFIX}/{name}") for name in means},
         "alerts": [alert.to_dict() for emission in emissions for alert in emission.alerts],
         "checkpoints": [dict(line) for line in lines],
         "sinks": {
@@ -251,6 +253,32 @@ def _summary(
 
 def describe(summary: Mapping[str, Any]) -> list[str]:
     """Return what a replay found, in a few lines for a person."""
+    last = {k: math.nan if v is None else v for k, v in summary["last"].items()}
+    lines = [
+        f"at step {summary['last_step']}: sink mass {last['sink_mass']:.3f}, "
+        f"entropy {last['total_entropy']:.3f} nat, of the content {last['content_entropy']:.3f}, "
+        f"evenness {last['content_evenness']:.3f}, largest logit {last['max_logit']:.1f}"
+    ]
+    changed = summary["last_step"] != summary["baseline_step"]
+    if changed:
+        lines += _describe_change(summary)
+    sinks = summary["sinks"]
+    what = f"keep more than {FORMED_ABOVE} of their attention on the sink"
+    lines.append(f"{sinks['formed']} of {sinks['heads']} heads {what}")
+    if sinks["formed"] and changed:
+        when = f"the first from step {sinks['first_step']} on"
+        lines[-1] += f": {when}, half of them from step {sinks['median_step']} on"
+    by_status: dict[str, list[str]] = {}
+    for line in summary["checkpoints"]:
+        if line["status"] != "measured":
+            by_status.setdefault(line["status"], []).append(f"{line['name']} ({line['detail']})")
+    for status, names in by_status.items():
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        lines.append(f"{status}: {'; '.join(names[:8])}{more}")
+    return lines
+
+
+def _describe_change(summary: Mapping[str, Any]) -> list[str]:
     change = summary["change"]
     error = change["se"]["total"]
     lines = [
@@ -261,37 +289,15 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
             noise=3 * error if error is not None else math.inf,
         )
     ]
-    errors = {name: value for name, value in change["se"].items() if value is not None}
+    errors = {name: value for name, value in change["se"].items() if value}
     if errors:
-        lines.append(
-            "standard errors: " + ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
-        )
-    ordered = summary["ordered"]
-    lines.append(
-        "ordered splits: "
-        + "; ".join(
-            f"{k.replace('_', ' ')} {v['sink']:+.2f} + {v['content']:+.2f}"
-            for k, v in ordered.items()
-        )
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
+        lines.append(f"standard errors: {shown}")
+    shown = "; ".join(
+        f"{name.replace('_', ' ')} {split['sink']:+.3f} {split['content']:+.3f}"
+        for name, split in summary["ordered"].items()
     )
-    sinks = summary["sinks"]
-    if sinks["formed"]:
-        when = (
-            f"the first at step {sinks['first_step']}, half of them by step {sinks['median_step']}"
-        )
-        lines.append(
-            f"a sink (mass above {FORMED_ABOVE}) formed in {sinks['formed']} of {sinks['heads']} "
-            f"heads: {when}"
-        )
-    else:
-        lines.append(f"no head keeps more than {FORMED_ABOVE} of its attention on the sink")
-    by_status: dict[str, list[str]] = {}
-    for line in summary["checkpoints"]:
-        if line["status"] != "measured":
-            by_status.setdefault(line["status"], []).append(f"{line['name']} ({line['detail']})")
-    for status, names in by_status.items():
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        lines.append(f"{status}: {'; '.join(names[:8])}{more}")
+    lines.append(f"ordered splits (sink, content): {shown}")
     return lines
 
 

@@ -5,6 +5,8 @@ tokenizer adds by itself (``[CLS]`` ... ``[SEP]``, ``<bos>``) is added to every 
 Pythia's adds nothing, and its training used none.
 """
 
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,8 @@ def load_tokenizer(where: str | Path, *, trust_remote_code: bool = False) -> Any
     if gguf is not None:
         target, arguments["gguf_file"] = str(gguf.parent), gguf.name
     try:
-        return AutoTokenizer.from_pretrained(target, **arguments)
+        with contextlib.redirect_stderr(io.StringIO()):  # a .gguf file brings a progress bar
+            return AutoTokenizer.from_pretrained(target, **arguments)
     except Exception as error:
         first = str(error).strip().splitlines()[:1]
         raise ReplayError(

@@ -124,6 +124,9 @@ def check_safetensors(file: Path) -> None:
     with file.open("rb") as handle:
         start = handle.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if 8 + length > size and length < 100_000_000 and handle.read(1) == b"{":
+            reason = f"{file.name} is truncated: {size} bytes, its header alone has {8 + length}"
+            raise CheckpointError("corrupt", reason)
         if not 2 <= length <= min(size, 100_000_000):
             raise CheckpointError(
                 "corrupt", f"{file.name} is not a safetensors file ({size} bytes)"

@@ -87,6 +87,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.store = PartStore(self.settings.folder / FOLDER / "parts")
         self.known: dict[int, Outcome] = {}
+        self.running: str | None = None
 
     def run(self) -> None:
         """Measure what is not measured yet; meanwhile the next one, and no more, is fetched."""
@@ -98,11 +99,12 @@ class Worker:
         started = time.monotonic()
         self.track(0, len(todo))
         with ThreadPoolExecutor(max_workers=1) as pool:
-            ahead: Future[Path] | None = None
+            ahead: Future[Path | None] | None = None
             for number, index in enumerate(todo):
                 current = ahead or pool.submit(self._fetch, index)
                 following = todo[number + 1] if number + 1 < len(todo) else None
                 path, problem = self._wait(current)
+                self.running = self._mark(index)
                 ahead = (
                     pool.submit(self._fetch, following)
                     if following is not None and self.source.remote
@@ -132,10 +134,17 @@ class Worker:
         return self.known[index]
 
     def _fetch(self, index: int) -> Path | None:
+        """Fetch a checkpoint; None if its weights are known under another name, or will be."""
+        mark = self._mark(index)
+        if mark is not None and (
+            mark == self.running or self._twin(fingerprint=mark, index=index) is not None
+        ):
+            return None
+        return self.source.fetch(self.chosen[index])
+
+    def _mark(self, index: int) -> str | None:
         checkpoint = self.chosen[index]
-        if self._twin(fingerprint=self.source.fingerprint(checkpoint), index=index) is not None:
-            return None  # the same weights were measured under another name
-        return self.source.fetch(checkpoint)
+        return self.source.fingerprint(checkpoint) if checkpoint.problem is None else None
 
     def _wait(self, future: "Future[Any]") -> tuple[Path | None, CheckpointError | None]:
         try:
@@ -161,7 +170,7 @@ class Worker:
 
     def _one(self, index: int, path: Path | None, problem: CheckpointError | None) -> None:
         checkpoint = self.chosen[index]
-        fingerprint = self.source.fingerprint(checkpoint) if checkpoint.problem is None else None
+        fingerprint = self._mark(index)
         outcome = Outcome(
             name=checkpoint.name, step=checkpoint.step, status="measured", fingerprint=fingerprint
         )
@@ -245,7 +254,7 @@ def duration(seconds: float) -> str:
     """Return a duration a person can read.
 
     Example:
-        >>> duration(4.2), duration(75), duration(7300)
+        >>> duration(4.2), duration(75.0), duration(7300.0)
         ('4 s', '1 min', '2.0 h')
     """
     if seconds < 60:
