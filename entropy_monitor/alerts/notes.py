@@ -108,9 +108,7 @@ def nonfinite(view: View, group: int) -> tuple[str, dict[str, Any]]:
     inside = heads_of(view, group)
     bad = (view.reading.nonfinite > view.policy.nonfinite.share) & inside
     share = float(view.reading.nonfinite[bad].max()) if bad.any() else 0.0
-    names = [
-        name for name, on in zip(view.layout.names, bad.any(axis=1).tolist(), strict=True) if on
-    ]
+    names = [name for row, name in enumerate(view.layout.names) if bad[row].any()]
     evidence = {"heads": int(bad.sum()), "share": share, "layers": names}
     first = names[0] if names else "?"
     text = f"{int(bad.sum())} heads; up to {share:.0%} of their rows; first in layer {first}"

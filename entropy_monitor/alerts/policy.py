@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from entropy_monitor.alerts.alert import SEVERITIES
 
@@ -262,7 +262,7 @@ class AlertPolicy:
     confidence: float = 0.02
     min_rows: float = 4.0
     min_content: float = 0.03
-    report: Literal["info", "warn", "error"] = "info"
+    report: str = "info"
     concentration: ConcentrationRule = field(default_factory=ConcentrationRule)
     logit_growth: LogitGrowthRule = field(default_factory=LogitGrowthRule)
     sink_growth: SinkGrowthRule = field(default_factory=SinkGrowthRule)
@@ -364,10 +364,14 @@ def _build(kind: Any, data: Any, where: str) -> Any:
             if not isinstance(value, bool):
                 raise ValueError(f"`{where}.{name}` must be true or false, got {value!r}.")
             values[name] = value
-        elif isinstance(value, int) and not isinstance(current, int) and value is not True:
-            values[name] = float(value)
+        elif isinstance(current, str):
+            values[name] = str(value)
+        elif value is None and current is None:
+            values[name] = None
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"`{where}.{name}` must be a number, got {value!r}.")
         else:
-            values[name] = value
+            values[name] = float(value)
     try:
         return kind(**values)
     except ValueError as error:

@@ -11,12 +11,17 @@ Group = Literal["collapse", "healthy", "sink", "dilution", "elsewhere"]
 class Fault:
     """Something that goes wrong at ``step``.
 
-    ``what``: ``qk_growth`` (q and k weights times 1 + ``size`` per step), ``scale`` (attention
-    logits times ``size``, reached over ``steps``), ``rate`` (learning rate times ``size`` for
-    ``steps``), ``second_moment`` (Adam's second moment is lost, the first kept), ``labels`` (wrong
-    targets for ``steps``), ``garbage`` (random tokens for ``steps``), ``value_growth`` (v and
-    output weights grow), ``one_key`` (a bias of ``size`` on one content key, reached over ``steps``),
-    ``sink_bias`` (the same on the first key).
+    ``what`` is one of
+
+    - ``qk_growth``: q and k weights times 1 + ``size`` per step
+    - ``value_growth``: the same for v and output weights
+    - ``scale``: attention logits times ``size``, reached over ``steps``
+    - ``rate``: learning rate times ``size`` for ``steps``
+    - ``second_moment``: Adam's second moment is lost, the first kept
+    - ``labels``: wrong targets for ``steps``
+    - ``garbage``: random tokens for ``steps``
+    - ``one_key``: a bias of ``size`` on one content key, reached over ``steps``
+    - ``sink_bias``: the same on the first key
     """
 
     what: str
