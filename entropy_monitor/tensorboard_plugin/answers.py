@@ -110,9 +110,9 @@ def series_answer(history: History, layer: int, head: int, since: int | None = N
     lines = [history.layout.stats.index(name) for name in stats]
     count = len(history.steps)
     chosen = thin(count, (BUDGET - _HEADER_ROOM) // (4 * (len(stats) + len(CHANGE_NAMES) + 1)))
-    values = history.frames[chosen][:, lines, at].T
+    values = history.frames[:, :, at][chosen][:, lines].T
     try:
-        changes = history.changes(since)[chosen, :, at].T
+        changes = history.changes(since)[:, :, at][chosen].T
     except HistoryError:
         # Curves of a run that recorded too little to split a change are still worth seeing.
         changes = np.full((len(CHANGE_NAMES), len(chosen)), np.nan, np.float32)

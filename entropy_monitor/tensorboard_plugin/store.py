@@ -23,7 +23,7 @@ from entropy_monitor.tensorboard_plugin.layout import Layout, LayoutError, parse
 HEADS_TAG = "attention_heads"
 ALERTS_TAG = "attention_alerts_json"
 
-READ_BUDGET = 160 << 20
+READ_BUDGET = 128 << 20
 """Bytes of tensors to ask for at once."""
 
 CACHE_BUDGET = 512 << 20

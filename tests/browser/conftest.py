@@ -100,6 +100,8 @@ class Tab:
         return self.frame.locator(selector).first.inner_text()
 
     def hash(self):
+        """The address's hash, which the page writes a moment after the last change."""
+        self.page.wait_for_timeout(250)
         return self.page.evaluate("() => location.hash")
 
     def assert_clean(self):

@@ -18,6 +18,9 @@ export function start(root, source, host) {
   let state = readState(host.readHash(), initialState());
   let steps = [];
   let alertAt = -1;
+  let room = { key: null, value: 480 };
+  let sinceList = { key: null, options: [] };
+  let hashTimer = null;
   let theme = null; // null: follow the page around
   const library = makeLibrary(source, () => render());
 
@@ -113,10 +116,12 @@ export function start(root, source, host) {
     const attributions = infos.map((one) => library.get("attribution", one.name, from));
     if (attributions[0].error && state.since !== "baseline") return set({ since: "baseline" });
     const attribution = attributions[0].value;
+    // Asked for together: the server reads the run once for all of them.
+    const list = library.get("alerts", info.name);
+    framesFor(infos);
     if (!attribution) return attributions[0].error ? message("error", errorPage(attributions[0].error, refresh)) : message("loading", loadingPage());
     if (!attribution.steps.length) return message("error", errorPage("This run has no step that can be shown.", refresh));
-    const list = library.get("alerts", info.name);
-    return renderCards(infos, attributions.map((one, i) => one.value && { ...one.value, name: infos[i].name }), list);
+    return renderCards(infos, attributions.map((one) => one.value), list);
   }
 
   function renderCards(infos, attributions, list) {
@@ -135,19 +140,25 @@ export function start(root, source, host) {
     since.update(sinceOptions(attribution), String(state.since));
     since.select.disabled = !source.anySince;
     unit.update(state.unit);
-    hero.update({ ...heroView(state, known, position), marks: stepMarks(raised) });
-    const from = String(state.since);
-    const frames = infos.map((one) => library.get("frames", one.name, state.stat, isChange(state.stat) ? from : "baseline"));
+    hero.update({ ...heroView(state, infos, known, position), marks: stepMarks(raised) });
+    const frames = framesFor(infos);
+    renderNotices(infos, list, frames, attribution);
     const bars = barsView(state, infos.slice(0, known.length), known, position);
-    map.update(mapView({ state, infos, answers: frames.map((one) => one.value), step, alerts: raised, bars, dark: isDark(), room: mapRoom() }));
-    const series = state.layer === null ? [] : infos.map((one) => seriesOf(one, info, from));
+    map.update(mapView({ state, infos, answers: frames.map((one) => one.value), step, alerts: raised, bars, dark: isDark(), room: mapRoom(infos) }));
+    const series = state.layer === null ? [] : infos.map((one) => seriesOf(one, info, String(state.since)));
     curves.update(curvesView({ state, infos, answers: series.map((one) => one && one.value), attribution, step, alerts: raised, error: series[0]?.error }));
     alerts.update({
       key: JSON.stringify([info.name, info.version, list.version, raised.length]), alerts: raised, total: list.value ? list.value.total : 0,
       short: shortOf(info), step, error: list.error, loading: !list.value,
     });
-    renderNotices(infos, list, frames, attribution);
-    host.writeHash(writeState(state));
+    // Browsers slow down pages that rewrite their address at every move of a slider.
+    clearTimeout(hashTimer);
+    hashTimer = setTimeout(() => host.writeHash(writeState(state)), 120);
+  }
+
+  function framesFor(infos) {
+    const from = isChange(state.stat) ? String(state.since) : "baseline";
+    return infos.map((one) => library.get("frames", one.name, state.stat, from));
   }
 
   // The same head of the compared run, found by the layer's name.
@@ -160,7 +171,11 @@ export function start(root, source, host) {
   function sinceOptions(attribution) {
     const first = attribution.since.kind === "baseline" ? `baseline (step ${stepText(attribution.since.step)})` : `first step (${stepText(attribution.steps[0])})`;
     const label = state.since === "baseline" ? first : "baseline or first step";
-    return [{ value: "baseline", label }, ...(source.anySince ? steps.map((step) => ({ value: String(step), label: `step ${stepText(step)}` })) : [])];
+    if (sinceList.key !== steps || sinceList.label !== label) {
+      const every = source.anySince ? steps.map((step) => ({ value: String(step), label: `step ${stepText(step)}` })) : [];
+      sinceList = { key: steps, label, options: [{ value: "baseline", label }, ...every] };
+    }
+    return sinceList.options;
   }
 
   function stepMarks(raised) {
@@ -193,10 +208,14 @@ export function start(root, source, host) {
     }
   }
 
-  function mapRoom() {
-    // As high as the window allows: the alerts beside the map should not be pushed below the fold.
-    const top = grid.getBoundingClientRect().top + window.scrollY;
-    return Math.max(300, document.documentElement.clientHeight - top - 172);
+  // As high as the window allows. Measured only when something above the map may have changed: it forces a layout.
+  function mapRoom(infos) {
+    const key = `${infos.length} ${notices.dataset.key} ${window.innerWidth} ${window.innerHeight}`;
+    if (key !== room.key) {
+      const top = grid.getBoundingClientRect().top + window.scrollY;
+      room = { key, value: Math.max(300, document.documentElement.clientHeight - top - 172) };
+    }
+    return room.value;
   }
 
   function nextAlert() {
@@ -216,6 +235,7 @@ export function start(root, source, host) {
   });
   host.onDark(applyTheme);
   host.onHash(() => {
+    clearTimeout(hashTimer);
     state = readState(host.readHash(), initialState());
     render();
   });

@@ -16,6 +16,7 @@ export function makeBars(onPick) {
   let selected = 0;
   let rows = [];
   let built = "";
+  let axisKey = "";
 
   function x(value) {
     const { low, high } = data.extent;
@@ -26,6 +27,7 @@ export function makeBars(onPick) {
     const key = JSON.stringify([size, data.layers.length, data.runs.length]);
     if (key === built) return;
     built = key;
+    axisKey = "";
     rows = data.layers.map((layer, i) => {
       const bars = data.runs.map(() => CHANNELS.map((name) => svg("rect", { class: `bar ${name}` })));
       const totals = data.runs.map(() => svg("rect", { class: "bar-total" }));
@@ -40,6 +42,21 @@ export function makeBars(onPick) {
     replace(figure, svg("g", { class: "axis" }), rows.map((row) => row.group), svg("line", { class: "zero" }));
     figure.setAttribute("width", size.width);
     figure.setAttribute("height", size.top + size.rowHeight * size.count + 2);
+  }
+
+  function drawAxis(marks, bottom, zero) {
+    axisKey = JSON.stringify([data.extent, data.factor, data.since, data.support, size]);
+    replace(figure.querySelector(".axis"), marks.map((value) => [
+      svg("line", { class: "grid", x1: x(value / data.factor), x2: x(value / data.factor), y1: size.top, y2: bottom }),
+      svg("text", { x: Math.min(size.width - 12, Math.max(12, x(value / data.factor))), y: size.top - 6, "text-anchor": "middle" }, tickText(value, marks)),
+    ]));
+    const line = figure.querySelector(".zero");
+    for (const [name, value] of Object.entries({ x1: zero, x2: zero, y1: size.top - 3, y2: bottom })) line.setAttribute(name, value);
+    replace(legend,
+      h("span", { class: "legend-title" }, `Change by layer ${data.since}, ${data.unit}`),
+      h("span", { class: "key sink" }, "sink part"), h("span", { class: "key content" }, "content part"),
+      data.support ? h("span", { class: "key support" }, "support part") : null,
+      h("span", { class: "key total" }, "total"));
   }
 
   function describe(i) {
@@ -57,12 +74,7 @@ export function makeBars(onPick) {
     const zero = x(0);
     const marks = ticks(low * data.factor, high * data.factor, size.width > 180 ? 4 : 2);
     const bottom = size.top + size.rowHeight * size.count;
-    replace(figure.querySelector(".axis"), marks.map((value) => [
-      svg("line", { class: "grid", x1: x(value / data.factor), x2: x(value / data.factor), y1: size.top, y2: bottom }),
-      svg("text", { x: Math.min(size.width - 12, Math.max(12, x(value / data.factor))), y: size.top - 6, "text-anchor": "middle" }, tickText(value, marks)),
-    ]));
-    const line = figure.querySelector(".zero");
-    for (const [name, value] of Object.entries({ x1: zero, x2: zero, y1: size.top - 3, y2: bottom })) line.setAttribute(name, value);
+    if (axisKey !== JSON.stringify([data.extent, data.factor, data.since, data.support, size])) drawAxis(marks, bottom, zero);
     rows.forEach((row, i) => {
       row.group.classList.toggle("selected", i === selected);
       const pad = size.rowHeight >= 10 ? 2 : size.rowHeight >= 6 ? 1 : 0.5;
@@ -84,11 +96,6 @@ export function makeBars(onPick) {
         place(row.totals[r], x(shown ? total : 0) - 1, y - 1, shown && size.rowHeight >= 6 ? 2 : 0, Math.max(2, height + 1));
       });
     });
-    replace(legend,
-      h("span", { class: "legend-title" }, `Change by layer ${data.since}, ${data.unit}`),
-      h("span", { class: "key sink" }, "sink part"), h("span", { class: "key content" }, "content part"),
-      data.support ? h("span", { class: "key support" }, "support part") : null,
-      h("span", { class: "key total" }, "total"));
     figure.setAttribute("aria-label", summary());
   }
 

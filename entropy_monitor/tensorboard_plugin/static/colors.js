@@ -37,8 +37,16 @@ export function colorOf(scaleOf, value) {
   return scaleOf.table[at < 0 ? 0 : at > 255 ? 255 : at];
 }
 
+const cssCache = new Map();
+
+// Kept by value: a large map would otherwise build a text for every cell at every move of the slider.
 export function cssColor(rgba) {
-  return `rgb(${rgba & 255} ${(rgba >> 8) & 255} ${(rgba >> 16) & 255})`;
+  let text = cssCache.get(rgba);
+  if (text === undefined) {
+    text = `rgb(${rgba & 255} ${(rgba >> 8) & 255} ${(rgba >> 16) & 255})`;
+    cssCache.set(rgba, text);
+  }
+  return text;
 }
 
 export function cssGradient(scaleOf) {

@@ -54,11 +54,13 @@ export function picker(label, id, onPick) {
   const select = h("select", { id, on: { change: () => onPick(select.value) } });
   const element = h("label", { class: "picker", for: id }, h("span", {}, label), select);
   let shown = null;
+  let seen = null;
   return {
     element,
     select,
     update(options, value) {
-      const key = JSON.stringify(options);
+      const key = options === seen ? shown : JSON.stringify(options);
+      seen = options;
       if (key !== shown) {
         replace(select, options.map((option) => h("option", { value: option.value }, option.label)));
         shown = key;

@@ -31,6 +31,9 @@ export function makeHeatmap(actions) {
   const tip = tooltip();
   let view = null;
   let moreKey = "";
+  let family = "";
+  let palette = null;
+  const pixels = document.createElement("canvas");
   let geometry = null;
 
   function layout() {
@@ -53,7 +56,8 @@ export function makeHeatmap(actions) {
   }
 
   function font() {
-    return `11px ${getComputedStyle(document.body).fontFamily}`;
+    family = family || getComputedStyle(document.body).fontFamily;
+    return `11px ${family}`;
   }
 
   function draw() {
@@ -95,8 +99,8 @@ export function makeHeatmap(actions) {
 
   function drawCells(context, colors) {
     const { labelWidth, rowHeight, cell, top } = geometry;
-    const gap = Math.min(cell, rowHeight) >= 9 ? 1 : 0;
-    let cells = 0;
+    if (Math.min(cell, rowHeight) < 9) return drawPixels(context, colors);
+    const gap = 1;
     let at = 0;
     view.layers.forEach((layer, row) => {
       for (let head = 0; head < layer.heads; head += 1, at += 1) {
@@ -106,10 +110,29 @@ export function makeHeatmap(actions) {
         const right = Math.round(labelWidth + (head + 1) * cell);
         context.fillStyle = Number.isFinite(value) ? cssColor(colorOf(view.scale, value)) : colors.absent;
         context.fillRect(x, top + row * rowHeight, right - x - gap, rowHeight - gap);
-        cells += 1;
       }
     });
-    focus.dataset.cells = String(cells);
+  }
+
+  // Many small cells: one pixel each, scaled up in one go.
+  function drawPixels(context, colors) {
+    const { labelWidth, rowHeight, cell, top, heads } = geometry;
+    const count = view.layers.length;
+    pixels.width = heads;
+    pixels.height = count;
+    const small = pixels.getContext("2d");
+    const image = small.createImageData(heads, count);
+    const words = new Uint32Array(image.data.buffer);
+    let at = 0;
+    view.layers.forEach((layer, row) => {
+      for (let head = 0; head < layer.heads; head += 1, at += 1) {
+        const value = view.values ? view.values[at] : NaN;
+        words[row * heads + head] = Number.isFinite(value) ? colorOf(view.scale, value) : colors.absentWord;
+      }
+    });
+    small.putImageData(image, 0, 0);
+    context.imageSmoothingEnabled = false;
+    context.drawImage(pixels, labelWidth, top, cell * heads, rowHeight * count);
   }
 
   function drawFrames(context, colors) {
@@ -136,10 +159,15 @@ export function makeHeatmap(actions) {
     context.strokeRect(x - 0.5, y - 0.5, Math.max(3, width), Math.max(3, height));
   }
 
+  // Read once per theme: asking for computed styles makes the browser lay the page out.
   function themeColors() {
+    const theme = document.documentElement.dataset.theme;
+    if (palette && palette.theme === theme) return palette;
     const style = getComputedStyle(document.documentElement);
     const read = (name) => style.getPropertyValue(name).trim();
-    return { text: read("--text"), muted: read("--muted"), card: read("--card"), absent: read("--absent"), info: read("--info"), warn: read("--warn"), error: read("--error") };
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(read("--absent").slice(at, at + 2), 16));
+    palette = { theme, absentWord: (0xff000000 | (b << 16) | (g << 8) | r) >>> 0, text: read("--text"), muted: read("--muted"), card: read("--card"), absent: read("--absent"), info: read("--info"), warn: read("--warn"), error: read("--error") };
+    return palette;
   }
 
   function cellAt(event) {
@@ -224,6 +252,7 @@ export function makeHeatmap(actions) {
       updateMore(view.more);
       bars.update(view.bars, view.selected.layer);
       if (!sameShape || !geometry) layout();
+      focus.dataset.cells = String(view.layers.reduce((sum, one) => sum + one.heads, 0));
       draw();
       bars.draw();
       updateLegend();

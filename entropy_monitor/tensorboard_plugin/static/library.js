@@ -1,7 +1,7 @@
 // Answers by key, with what is loading and what failed. A run's version changes when it has new steps: its answers
 // are asked for again then, and the old ones stay on the page until the new ones are there.
 
-const MAX_ANSWERS = 48;
+const MAX_ANSWERS = 24;
 
 export function makeLibrary(source, onChange) {
   const answers = new Map();

@@ -75,14 +75,14 @@ export function sinceText(attribution) {
   return kind === "baseline" ? `since the baseline (step ${stepText(step)})` : `since step ${stepText(step)}`;
 }
 
-export function heroView(state, attributions, position) {
+export function heroView(state, infos, attributions, position) {
   const first = attributions[0];
   const step = first.steps[position];
   const factor = factorOf("nat", state.unit);
   const runs = attributions.map((attribution, i) => {
     const at = i === 0 ? position : positionOf(attribution.steps, step);
     const note = attribution.problem ? `The change cannot be split: ${attribution.problem}` : null;
-    return { change: changeAt(attribution, at), before: stepText(attribution.since.step), after: stepText(attribution.steps[at]), name: attribution.name, note };
+    return { change: changeAt(attribution, at), before: stepText(attribution.since.step), after: stepText(attribution.steps[at]), name: infos[i].name, note };
   });
   const start = Math.max(0, positionOf(first.steps, first.since.step ?? first.steps[0]));
   const tile = (stat, label, title, unit, scale) => {
@@ -170,7 +170,7 @@ export function mapView({ state, infos, answers, step, alerts, bars, dark, room 
       limits = [Math.min(...known.map((one) => one[0])), Math.max(...known.map((one) => one[1]))];
     }
   }
-  const offered = new Set([...infos[0].stats.map((one) => one.name)]);
+  const offered = new Set(infos[0].stats.map((one) => one.name));
   const quick = new Set(CHOICES.map((one) => one.stat));
   const at = stepText(answers[0] ? answers[0].steps[positionOf(answers[0].steps, step)] : step);
   return {
