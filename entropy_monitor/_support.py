@@ -58,7 +58,9 @@ class Pairs:
 
     def times(self, stacked: int) -> "Pairs":
         """The query heads that belong to these key heads."""
-        return replace(self, h0=self.h0 * stacked, h1=self.h1 * stacked)
+        if stacked == 1:
+            return self
+        return Pairs(b0=self.b0, b1=self.b1, h0=self.h0 * stacked, h1=self.h1 * stacked)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ The rows are cut into blocks and the (sequence, head) pairs into groups, so that
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,10 +107,13 @@ class Sweep:
         if rows is not None and call.query is not None:
             everything = Pairs(b0=0, b1=self.batch, h0=0, h1=self.heads)
             self.query = self._rows(everything, slice(0, self.n_rows)).take(call.query)
+        self.scale = 1.0 if call.scale is None else call.scale
+        if call.scale is None and call.key is not None:
+            self.scale = 1 / math.sqrt(call.key.shape[-1])
         self.columns = torch.zeros(
-            (self.batch, self.heads, 1, self.t_k), dtype=self.dtype, device=self.device
+            (self.batch * self.heads, 1, self.t_k), dtype=self.dtype, device=self.device
         )
-        """(batch, heads, 1, keys): sum of weight * p over the counted rows, content keys alone."""
+        """(pairs, 1, keys): sum of weight * p over the counted rows, content keys alone."""
         self._buffers = torch.empty((2, 0), dtype=self.dtype, device=self.device)
 
     def run(self) -> RowSums:
@@ -121,16 +124,18 @@ class Sweep:
             blocks = _Parts()
             for slots in self._blocks():
                 groups = _Parts()
-                rows = self._rows(pairs, slots)
-                start, _, stop = self.support.span(rows)
-                # Where positions alone decide, all pairs share one description of the block.
-                shared = None
-                if not self.support.masked:
-                    block = self.support.block(pairs, rows)
-                    shared = (block, self.rule.keys(pairs, rows, block))
+                start, _, stop = self.support.span(self._rows(pairs, slots))
+                # Where positions alone decide, one plan of the block serves all pairs.
+                plan = None if self.support.masked else self._plan(pairs, slots)
                 per_pair = (slots.stop - slots.start) * (stop - start) * self.stacked
                 for kv in _groups(chunk, per_pair, TILE):
-                    self._tile(kv, chunk, slots, key, shared, groups)
+                    local = plan
+                    if plan is None:
+                        local = self._plan(kv.times(self.stacked), slots)
+                    elif kv != chunk and not plan.is_shared:
+                        local = plan.narrow(kv.times(self.stacked).within(pairs))
+                    assert local is not None
+                    self._tile(kv, chunk, slots, key, local, groups)
                 blocks.add(*groups.join(1))
             chunks.add(*blocks.join(2))
         sums, columns = chunks.join(1)
@@ -178,56 +183,62 @@ class Sweep:
         index = self.rows_on_device[pairs.b0 : pairs.b1, slots]
         return Rows(index=index, low=int(low), high=int(high), contiguous=False)
 
-    # One tile ----------------------------------------------------------------------------------
-
-    def _tile(
-        self,
-        kv: Pairs,
-        chunk: Pairs,
-        slots: slice,
-        key: Tensor | None,
-        shared: tuple[Block, SinkKeys | None] | None,
-        out: _Parts,
-    ) -> None:
-        pairs = kv.times(self.stacked)
-        logits = real = rows = None
-        if shared is not None:
-            block, sinks = shared
-            start, stop = block.start, block.stop
-            if kv != chunk:
-                local = pairs.within(chunk.times(self.stacked))
-                block = block.narrow(local)
-                sinks = None if sinks is None else sinks.narrow(local)
-        else:
-            rows = self._rows(pairs, slots)
+    def _plan(self, pairs: Pairs, slots: slice) -> "_Plan":
+        """What the rows of a block see, and how much they count."""
+        rows = self._rows(pairs, slots)
+        logits = real = None
+        if self.call.logits is not None:
             start, _, stop = self.support.span(rows)
-            if self.call.logits is not None:
-                logits = rows.take(pairs.narrow(self.call.logits))
-                real = logits[..., start:stop]
-            block = self.support.block(pairs, rows, real)
-            sinks = self.rule.keys(pairs, rows, block, real)
-        x, e = self._buffer((pairs.batch, pairs.heads, slots.stop - slots.start, stop - start))
-        virtual = self._virtual(pairs, slots, logits)
+            logits = rows.take(pairs.narrow(self.call.logits))
+            real = logits[..., start:stop]
+        block = self.support.block(pairs, rows, real)
+        sinks = self.rule.keys(pairs, rows, block, real)
         content = block.count if sinks is None else block.count - sinks.count()
-        visible, weight = block.count, self.weights[..., slots]
-        if weight.shape[0] > 1:
-            weight = weight[pairs.b0 : pairs.b1]
+        visible, weight = block.count, pairs.narrow(self.weights)[..., slots]
         if self.padding is not None:
-            assert rows is not None
             padded = rows.take(pairs.narrow(self.padding)[..., None])[..., 0]
             visible = torch.where(padded, 0.0, visible)
             weight = weight * ~padded
-        weight = weight * (content >= 2)
+        return _Plan(
+            block=block,
+            sinks=sinks,
+            visible=visible,
+            content=content,
+            weight=weight * (content >= 2),
+            logits=real,
+            virtual=self._virtual(pairs, rows, logits),
+        )
 
-        careful = (
-            x.is_cuda
-        )  # a GPU is not asked: one more pass is cheaper than waiting for the answer
+    def _virtual(self, pairs: Pairs, rows: Rows, logits: Tensor | None) -> Tensor | None:
+        """Logits of the learned sinks (b, h, rows, learned sinks)."""
+        found = []
+        if logits is not None and self.call.virtual_columns:
+            found.append(logits[..., -self.call.virtual_columns :].to(self.dtype))
+        if self.call.sink_logits is not None:
+            given = self.call.sink_logits
+            given = given.view(1, -1, 1, 1) if given.ndim == 1 else given[..., None]
+            given = rows.take(pairs.narrow(given)).to(self.dtype)
+            found.append(given.expand(pairs.batch, pairs.heads, rows.index.shape[1], 1))
+        return torch.cat(found, -1) if found else None
+
+    # One tile ----------------------------------------------------------------------------------
+
+    def _tile(
+        self, kv: Pairs, chunk: Pairs, slots: slice, key: Tensor | None, plan: "_Plan", out: _Parts
+    ) -> None:
+        """Compute a tile: hand on its sums, and add what its rows give to each content key."""
+        pairs = kv.times(self.stacked)
+        block = plan.block
+        b, h, r, n = pairs.batch, pairs.heads, slots.stop - slots.start, block.stop - block.start
+        x, e = self._buffer((b, h, r, n))
+        # A GPU is not asked: there one more pass is cheaper than waiting for the answer.
+        careful = x.is_cuda
         while True:
-            self._fill(x, kv, chunk, slots, key, real, block)
+            self._fill(x, kv, chunk, slots, key, plan)
             if careful:
                 overwrite_hidden(x, block)
-            sums = reduce_tile(x, e, block, sinks, virtual, content)
-            share = sums.share(weight)
+            sums = reduce_tile(x, e, block, plan.sinks, plan.virtual, plan.content)
+            share = sums.share(plan.weight)
             if careful or sums.plausible(share):
                 break
             careful = True
@@ -236,19 +247,17 @@ class Sweep:
             finite = sums.finite()
             share = torch.where(finite, share, 0.0)
             e.masked_fill_(~finite[..., None], 0.0)
-        b, h, r, n = e.shape
         place = pairs.b0 * self.heads + pairs.h0
-        columns = self.columns.view(-1, 1, self.t_k)[place : place + b * h]
-        columns = columns[..., block.start : block.stop]
+        columns = self.columns[place : place + b * h, :, block.start : block.stop]
         columns.baddbmm_(share.view(b * h, 1, r), e.view(b * h, r, n))
 
         numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.scatter]
-        numbers += [visible.expand(b, h, r), content.expand(b, h, r)]
+        numbers += [plan.visible.expand(b, h, r), plan.content.expand(b, h, r)]
         if sums.sink_logits is not None:
             numbers += sums.sink_logits.unbind(-1)
         keys = None
-        if sinks is not None and sinks.static is None:
-            keys = sinks.columns.expand(b, h, r, -1).permute(3, 0, 1, 2).reshape(-1, b * h, r)
+        if plan.sinks is not None and plan.sinks.static is None:
+            keys = plan.sinks.columns.expand(b, h, r, -1).permute(3, 0, 1, 2).reshape(-1, b * h, r)
         out.add(torch.stack(numbers).view(-1, b * h, r), keys)
 
     def _buffer(self, shape: tuple[int, int, int, int]) -> Tensor:
@@ -263,18 +272,12 @@ class Sweep:
         return min(TILE, self.batch * self.heads * self.n_rows * self.t_k)
 
     def _fill(
-        self,
-        x: Tensor,
-        kv: Pairs,
-        chunk: Pairs,
-        slots: slice,
-        key: Tensor | None,
-        real: Tensor | None,
-        block: Block,
+        self, x: Tensor, kv: Pairs, chunk: Pairs, slots: slice, key: Tensor | None, plan: "_Plan"
     ) -> None:
         """Logits of a tile, with the bias of its support."""
-        if real is not None:
-            x.copy_(real).clamp_(min=HIDDEN)
+        block = plan.block
+        if plan.logits is not None:
+            x.copy_(plan.logits).clamp_(min=HIDDEN)
         else:
             assert key is not None
             assert self.query is not None
@@ -282,34 +285,52 @@ class Sweep:
             width = key.shape[-1]
             q = kv.times(self.stacked).narrow(self.query)[:, :, slots].to(self.dtype)
             q = q.reshape(b * h // self.stacked, self.stacked * r, width)
-            k, local = key, kv.within(chunk)
-            if kv != chunk:
-                first = local.b0 * chunk.heads + local.h0
-                k = key[first : first + kv.batch * kv.heads]
-            k = k[:, block.start : block.stop].transpose(1, 2)
-            scale = 1 / math.sqrt(width) if self.call.scale is None else self.call.scale
+            place = (kv.b0 - chunk.b0) * chunk.heads + kv.h0 - chunk.h0
+            k = key[place : place + kv.batch * kv.heads, block.start : block.stop]
             flat = x.view(q.shape[0], q.shape[1], n)
-            cap = self.call.softcap
-            torch.baddbmm(flat, q, k, beta=0, alpha=scale / (cap or 1.0), out=flat)
+            scale, cap = self.scale, self.call.softcap
+            torch.baddbmm(flat, q, k.transpose(1, 2), beta=0, alpha=scale / (cap or 1.0), out=flat)
             if cap is not None:
                 x.tanh_().mul_(cap)
         if block.bias is not None:
             x[..., block.split - block.start :].add_(block.bias)
 
-    def _virtual(self, pairs: Pairs, slots: slice, logits: Tensor | None) -> Tensor | None:
-        """Logits of the learned sinks (b, h, rows, learned sinks)."""
-        r = slots.stop - slots.start
-        found = []
-        if logits is not None and self.call.virtual_columns:
-            found.append(logits[..., -self.call.virtual_columns :].to(self.dtype))
-        if self.call.sink_logits is not None:
-            given = self.call.sink_logits
-            given = given.view(1, -1, 1, 1) if given.ndim == 1 else given[..., None]
-            given = pairs.narrow(given)
-            if given.shape[2] > 1:
-                given = self._rows(pairs, slots).take(given)
-            found.append(given.to(self.dtype).expand(pairs.batch, pairs.heads, r, 1))
-        return torch.cat(found, -1) if found else None
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What the rows of a block see, for some pairs."""
+
+    block: Block
+    sinks: SinkKeys | None
+    visible: Tensor
+    """(b or 1, h or 1, rows): number of visible keys, 0 for padding."""
+    content: Tensor
+    """Number of content keys."""
+    weight: Tensor
+    """Weight of the row, 0 if it does not count."""
+    logits: Tensor | None
+    """(b, h, rows, keys) of a call made of logits."""
+    virtual: Tensor | None
+    """(b, h, rows, learned sinks)."""
+
+    def narrow(self, pairs: Pairs) -> "_Plan":
+        """The part that belongs to some of the pairs, counted from the corner of this plan's."""
+        return replace(
+            self,
+            block=self.block.narrow(pairs),
+            sinks=None if self.sinks is None else self.sinks.narrow(pairs),
+            visible=pairs.narrow(self.visible),
+            content=pairs.narrow(self.content),
+            weight=pairs.narrow(self.weight),
+            virtual=None if self.virtual is None else pairs.narrow(self.virtual),
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Nothing in it differs between sequences or heads."""
+        shared = self.weight.shape[:2] == (1, 1) and self.block.count.shape[:2] == (1, 1)
+        sinks = self.sinks is None or self.sinks.columns.shape[:2] == (1, 1)
+        return shared and sinks and self.virtual is None and self.logits is None
 
 
 def _groups(pairs: Pairs, per_pair: int, budget: int) -> Iterator[Pairs]:

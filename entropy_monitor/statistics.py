@@ -308,7 +308,7 @@ def _best_column(
     sweep: Sweep, sums: RowSums, sink_mass: Tensor, sigma: Tensor, counted: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(key, its mean mass, whether it is a sink) of each head. Learned sinks are no keys."""
-    columns = sweep.columns[:, :, 0]
+    columns = sweep.columns.view(*sink_mass.shape[:2], -1)
     weight = sweep.weights * counted
     is_sink = None
     n_keys = sweep.rule.width
