@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -125,7 +126,9 @@ def test_scan(folder, capsys):
 
 def test_output_into_a_closed_pipe(folder):
     command = [sys.executable, "-m", "entropy_monitor", "report", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env) as process:
         process.stdout.close()  # long before anything is written
         assert process.stderr.read() == b""
     assert process.returncode == 0

@@ -89,8 +89,7 @@ def test_alerts_as_text_count_and_cumulative_json(tmp_path, board, make, make_al
     writer = TensorBoardWriter(board, alerts=[make_alert(1)])
     writer.write(make(5))  # TensorBoard flushes the very first event by itself
     writer.write(make(10, alerts=[make_alert(10, message="<b>x|y</b>"), make_alert(10, head=0)]))
-    # Flushed at once: what is on disk now must already hold the alert, before any close.
-    events = load(tmp_path)
+    events = load(tmp_path)  # before any close
     assert [e.value for e in events.Scalars("attention/alerts")] == [1.0, 3.0]
     writer.write(make(20))
     writer.write(make(30, alerts=[make_alert(30)]))
@@ -106,6 +105,16 @@ def test_alerts_as_text_count_and_cumulative_json(tmp_path, board, make, make_al
     assert "&lt;b&gt;x&#124;y&lt;/b&gt;" in text
     assert "<b>" not in text
     assert text.count("\n") == 3
+
+
+def test_an_alert_is_flushed_at_once(board, make, make_alert, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(board, "flush", lambda: flushed.append(True))
+    writer = TensorBoardWriter(board)
+    writer.write(make(1))
+    assert not flushed
+    writer.write(make(2, alerts=[make_alert(2)]))
+    assert flushed
 
 
 def test_layout_of_custom_scalars_is_written_once(tmp_path, board, make):
