@@ -208,6 +208,8 @@ class AlertEngine:
         kind: Kind | None = None,
     ) -> None:
         event = self._events[family]
+        if family == "sink" and self._events["collapse"].open:
+            return  # what a sink note would say belongs to the alarm, and "normal" would mislead
         turn = event.decide(active, severity, view.reading.step, view.layout, self.policy.cooldown)
         kind = kind or FAMILIES[family]
         if family == "sink":

@@ -56,7 +56,7 @@ class ConcentrationRule:
     """
 
     enabled: bool = True
-    evenness_model: float = 0.35
+    evenness_model: float = 0.40
     evenness_layer: float = 0.25
     evenness_head: float = 0.15
     spread_model: float = 2.5
@@ -65,7 +65,7 @@ class ConcentrationRule:
     full_group: float = 4.0
     drop: float = 0.5
     drop_below: float = 0.40
-    drop_spread: float = 1.0
+    drop_spread: float = 0.8
     head_growth: float = 2.0
     error_spread: float = 2.0
     error_after: float = 30.0
@@ -107,7 +107,7 @@ class LogitGrowthRule:
     enabled: bool = True
     factor: float = 2.5
     spread_model: float = 1.5
-    evenness_model: float = 0.5
+    evenness_model: float = 0.55
     spread_layer: float = 3.0
     evenness_layer: float = 0.4
     max_logit: float | None = None
@@ -254,7 +254,7 @@ class AlertPolicy:
     warmup: float = 150.0
     smoothing: float = 15.0
     memory: float = 150.0
-    persist: float = 20.0
+    persist: float = 10.0
     abrupt: float = 5.0
     clear: float = 100.0
     cooldown: float = 300.0

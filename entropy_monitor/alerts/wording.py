@@ -137,11 +137,11 @@ def collapse(
     where, _, head = place_name(view, group)
     inside = heads_of(view, group) & reading.measured
     part = slice(1 + layout.layers, None)
-    with np.errstate(invalid="ignore"):
-        low = view.evenness[part] < policy.concentration.evenness_model
-        far = view.log_spread[part] > math.log(policy.concentration.spread_model)
     # On the very record of an abrupt change the fast average lags; the record itself counts then.
     now = reading if pattern == "abrupt" else view
+    with np.errstate(invalid="ignore"):
+        low = now.evenness[part] < policy.concentration.evenness_model
+        far = now.log_spread[part] > math.log(policy.concentration.spread_model)
     hit = (low & far).reshape(inside.shape) & inside
     evenness, kap = float(now.evenness[group]), float(np.exp(now.log_spread[group]))
     scale = math.sqrt(2.0 * math.log(reading.support)) if reading.support > 1 else float("nan")

@@ -57,7 +57,6 @@ def test_is_frozen():
         ({"persist": -1}, "`persist` must be a number at least 0, got -1"),
         ({"report": "loud"}, "`report` must be one of info, warn, error, got 'loud'"),
         ({"margin": 0.5}, "`margin` must be a number at least 1, got 0.5"),
-        ([], "`policy` must be a table"),
     ],
 )
 def test_errors_say_what_is_wrong(data, words):
@@ -67,7 +66,7 @@ def test_errors_say_what_is_wrong(data, words):
 
 def test_unknown_name_lists_names():
     with pytest.raises(
-        ValueError, match="must be default, strict, quiet or a .toml or .yaml file, got 'loud'"
+        ValueError, match=r"must be default, strict, quiet or a \.toml or \.yaml file, got 'loud'"
     ):
         AlertPolicy.load("loud")
 
