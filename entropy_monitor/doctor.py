@@ -2,7 +2,8 @@
 
 Nothing is downloaded and no weights are needed: a model is built from its configuration with random
 weights, only as deep as asked for. The table names every attention layer, the way in which it was
-seen, its heads, its mask, and how many of its rows count; below it stands what was not seen and why.
+seen, its heads, its mask, and how many of its rows count; below it stands what was not seen and
+why.
 """
 
 import argparse

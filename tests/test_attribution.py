@@ -106,7 +106,9 @@ def test_missing_mean_is_named():
     ],
 )
 def test_share_only_where_it_means_something(total, sink, content, support, se, share):
-    assert sink_share(total=total, sink=sink, content=content, support=support, se_total=se) == share
+    assert (
+        sink_share(total=total, sink=sink, content=content, support=support, se_total=se) == share
+    )
 
 
 # Snapshots ------------------------------------------------------------------------------------
@@ -180,7 +182,9 @@ def test_change_agrees_with_float64_by_definition(keep):
 
 
 def test_longer_sequences_are_support():
-    change = attribute_change(snapshot(call(1, gain=0, length=16)), snapshot(call(2, gain=0, length=64)))
+    change = attribute_change(
+        snapshot(call(1, gain=0, length=16)), snapshot(call(2, gain=0, length=64))
+    )
     assert change.content == pytest.approx(0, abs=1e-12)
     assert change.support > 1
 
@@ -192,7 +196,9 @@ def test_probe_of_another_length_is_not_paired():
 
 def coverage(keep, trials=150):
     """How often the 95 % interval of the model's sink channel holds the truth."""
-    first, second = (call(1000 + i, batch=1500, gain=g, shared=0.6, length=8) for i, g in ((0, 1.0), (1, 2.0)))
+    first, second = (
+        call(1000 + i, batch=1500, gain=g, shared=0.6, length=8) for i, g in ((0, 1.0), (1, 2.0))
+    )
     if keep:
         second = call(1000, batch=1500, gain=2.0, shared=0.6, length=8)
     truth = attribute_change(snapshot(first, keep=keep), snapshot(second, keep=keep))
@@ -209,7 +215,7 @@ def coverage(keep, trials=150):
 
 @pytest.mark.parametrize("keep", [False, True], ids=["unpaired", "paired"])
 def test_intervals_cover(keep):
-    # heads of a sequence move together here; errors that took heads as independent would cover far less
+    # heads of a sequence move together: errors that took them as independent would cover far less
     for name, covered in coverage(keep).items():
         assert 0.88 <= covered <= 1.0, (name, covered)
 
@@ -254,7 +260,10 @@ def test_pooling_heads_first_would_say_something_else():
         "content_mass_log_support": np.array([4.0, 4.0]),
         "log_support": np.array([4.0, 4.0]),
     }
-    later = head | {"content_mass": np.array([0.2, 1.0]), "content_mass_entropy": np.array([0.8, 0.2])}
+    later = head | {
+        "content_mass": np.array([0.2, 1.0]),
+        "content_mass_entropy": np.array([0.8, 0.2]),
+    }
     change = split_means(head, later)
     pooled = split_means(
         {k: v.mean() for k, v in head.items()}, {k: v.mean() for k, v in later.items()}

@@ -58,9 +58,16 @@ def test_means_are_over_the_rows_that_count():
     }.items():
         for head in range(2):
             by_hand = field[:, head][counted[:, head]].double().mean()
-            assert float(snap.values(stat)["attn"][head]) == pytest.approx(float(by_hand), rel=1e-6), stat
-    assert float(snap.values("max_logit")["attn"][1]) == pytest.approx(float(rows.max_logit[:, 1].max()))
-    counts = {kind: float(snap.values(f"rows_{kind}")["attn"][0]) for kind in ("valid", "trivial", "no_content")}
+            assert float(snap.values(stat)["attn"][head]) == pytest.approx(
+                float(by_hand), rel=1e-6
+            ), stat
+    assert float(snap.values("max_logit")["attn"][1]) == pytest.approx(
+        float(rows.max_logit[:, 1].max())
+    )
+    counts = {
+        kind: float(snap.values(f"rows_{kind}")["attn"][0])
+        for kind in ("valid", "trivial", "no_content")
+    }
     assert counts == {"valid": 4 * 18, "trivial": 4, "no_content": 4}
 
 
@@ -104,7 +111,9 @@ def test_merging_parts_equals_seeing_all(order):
     for i in order:
         merged = merged.merge(parts[i])
     for stat in STAT_NAMES:
-        np.testing.assert_allclose(merged.array(stat), collect(whole).array(stat), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            merged.array(stat), collect(whole).array(stat), rtol=1e-12, atol=1e-12
+        )
     np.testing.assert_allclose(
         merged.group_sums("attn"), collect(whole).group_sums("attn"), rtol=1e-12, atol=1e-12
     )
@@ -125,7 +134,9 @@ def test_sampled_rows_estimate_the_exact_means():
     add(exact, call)
     add(sampled, call, rows=32)
     exact, sampled = collect(exact), collect(sampled)
-    assert float(sampled.values("rows_valid")["attn"][0]) == float(exact.values("rows_valid")["attn"][0])
+    assert float(sampled.values("rows_valid")["attn"][0]) == float(
+        exact.values("rows_valid")["attn"][0]
+    )
     assert sampled.mean("content_entropy") == pytest.approx(exact.mean("content_entropy"), abs=0.05)
     assert sampled.mean("sink_mass") == pytest.approx(exact.mean("sink_mass"), abs=0.02)
 

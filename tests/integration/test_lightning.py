@@ -16,6 +16,7 @@ from entropy_monitor.alerts import Alert
 from entropy_monitor.pipeline import EntropyMonitorWarning
 from entropy_monitor.writers import MemoryWriter, read_run
 
+
 class Block(nn.Module):
     def __init__(self, width=16, heads=2, dropout=0.0):
         super().__init__()
@@ -71,7 +72,9 @@ class Validated(Model):
 
 
 def data(batches=12, batch=4, length=9, seed=0):
-    ids = torch.randint(11, (batches * batch, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        11, (batches * batch, length), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=batch)
 
 
@@ -100,7 +103,9 @@ def monitor(**options):
     return EntropyMonitor(**{"every_n_steps": 1, "rows": None, "on_error": "raise", **options})
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}]
+)
 @pytest.mark.parametrize("probed", [False, True])
 def test_training_is_the_same_bit_for_bit(tmp_path, options, probed):
     probe = torch.arange(10)[None] if probed else None
@@ -148,11 +153,30 @@ def test_schedule_and_tags(tmp_path):
     tags = memory.emissions[-1].model
     for tag in ("attention/sink_mass", "attention/content_entropy/attn0", "attention_change/sink"):
         assert tag in tags
-    change = {name: tags[f"attention_change/{name}"] for name in ("total", "sink", "content", "support")}
+    change = {
+        name: tags[f"attention_change/{name}"] for name in ("total", "sink", "content", "support")
+    }
     parts = change["sink"] + change["content"] + change["support"]
     assert change["total"] == pytest.approx(parts, abs=1e-12)
     early = EntropyMonitor(log_early=True)
-    assert [s for s in range(25) if early.schedule(s)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 19, 20, 23]
+    assert [s for s in range(25) if early.schedule(s)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        10,
+        11,
+        13,
+        16,
+        19,
+        20,
+        23,
+    ]
 
 
 def test_record_needs_no_logger(tmp_path):
@@ -182,7 +206,9 @@ def test_early_stopping_and_checkpoints_can_watch_attention(tmp_path):
     keep = pl.callbacks.ModelCheckpoint(
         dirpath=tmp_path, monitor="attention/sink_mass", filename="{attention/sink_mass:.3f}"
     )
-    _, run = fit(tmp_path, monitor(every_n_steps=5), stop, keep, max_epochs=3, enable_checkpointing=True)
+    _, run = fit(
+        tmp_path, monitor(every_n_steps=5), stop, keep, max_epochs=3, enable_checkpointing=True
+    )
     assert run.callback_metrics["attention/content_evenness"] <= 1
     assert keep.best_model_score is not None
 
@@ -195,7 +221,9 @@ def test_nothing_is_left_after_an_exception(tmp_path, error, batch):
     callback = monitor(every_n_steps=2)
     model = Model(fail_at=(batch, error))
     run = trainer(tmp_path, callback)
-    with pytest.raises(type(error)) if isinstance(error, RuntimeError) else pytest.raises(SystemExit):
+    with (
+        pytest.raises(type(error)) if isinstance(error, RuntimeError) else pytest.raises(SystemExit)
+    ):
         run.fit(model, data())
     assert "training_step" not in vars(run.strategy)
     assert _get_current_dispatch_mode() is None
@@ -317,7 +345,9 @@ def test_token_ids_as_sink(tmp_path):
     fit(tmp_path, monitor(sink={"token_ids": [3]}, writers=[memory]), max_steps=1)
     ids = data().dataset.tensors[0][:4]
     visible_sinks = sum(int((ids[b, : i + 1] == 3).any()) for b in range(4) for i in range(9))
-    stats = {n: memory.emissions[0].stat(n)[0] for n in ("rows_no_sink", "rows_valid", "rows_trivial")}
+    stats = {
+        n: memory.emissions[0].stat(n)[0] for n in ("rows_no_sink", "rows_valid", "rows_trivial")
+    }
     assert stats["rows_valid"] <= visible_sinks
     assert stats["rows_no_sink"] > 0
 
@@ -401,7 +431,9 @@ def test_an_error_of_ours_never_reaches_training(tmp_path, monkeypatch):
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(module, "measure_call", broken)
-    with pytest.warns(EntropyMonitorWarning, match="switched off.*ZeroDivisionError: ours") as caught:
+    with pytest.warns(
+        EntropyMonitorWarning, match="switched off.*ZeroDivisionError: ours"
+    ) as caught:
         watched, _ = fit(tmp_path, EntropyMonitor(every_n_steps=1))
     assert sum(issubclass(w.category, EntropyMonitorWarning) for w in caught) == 1
     for a, b in zip(plain.losses, watched.losses, strict=True):
@@ -433,7 +465,10 @@ def test_layers_that_match_nothing_are_named(tmp_path):
     [
         ({"every_n_steps": 0}, "`every_n_steps` must be a number of steps >= 1; got 0"),
         ({"rows": 0}, "`rows` must be a number of rows >= 1 or None"),
-        ({"sink": "frist"}, "`sink` must be one of 'first', 'none', 'learned', 'auto'.*got 'frist'"),
+        (
+            {"sink": "frist"},
+            "`sink` must be one of 'first', 'none', 'learned', 'auto'.*got 'frist'",
+        ),
         ({"sink": {"tokens": [1]}}, "`sink` must be one of"),
         ({"layer_stats": ["sink"]}, "`layer_stats` must be names out of"),
         ({"baseline": (5, 2)}, "`baseline` must be a step >= 0 or"),
@@ -482,10 +517,11 @@ class M(pl.LightningModule):
         return self.layer(batch[0]).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 6, 8)), batch_size=4)
+rows = torch.utils.data.TensorDataset(torch.randn(8, 6, 8))
+loader = torch.utils.data.DataLoader(rows, batch_size=4)
 callback = EntropyMonitor(every_n_steps=1, on_error="raise")
-pl.Trainer(max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False, callbacks=[callback],
-           enable_checkpointing=False, default_root_dir={str(tmp_path)!r}).fit(M(), loader)
+pl.Trainer(max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False,
+           callbacks=[callback], enable_checkpointing=False, default_root_dir={str(tmp_path)!r}).fit(M(), loader)
 assert callback.last.step == 1, callback.last
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The Hugging Face callback: the same numbers as Lightning's, and the Trainer's own rows are kept."""
+"""The Hugging Face callback: Lightning's numbers, and the Trainer's own rows are kept."""
 
 import copy
 
@@ -53,13 +53,17 @@ def train(tmp_path, *callbacks, resume=None, net=None, cls=transformers.Trainer,
     }
     args = transformers.TrainingArguments(**{**defaults, **options})
     net = net or model()
-    trainer = cls(model=net, args=args, train_dataset=Ids(), eval_dataset=Ids(8), callbacks=list(callbacks))
+    trainer = cls(
+        model=net, args=args, train_dataset=Ids(), eval_dataset=Ids(8), callbacks=list(callbacks)
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 def watch(**options):
-    return EntropyMonitorCallback(**{"every_n_steps": 1, "rows": None, "on_error": "raise", **options})
+    return EntropyMonitorCallback(
+        **{"every_n_steps": 1, "rows": None, "on_error": "raise", **options}
+    )
 
 
 def test_training_is_the_same_bit_for_bit(tmp_path):
@@ -171,7 +175,9 @@ def test_evaluation_is_left_alone(tmp_path):
 def test_resumed_run_keeps_its_baseline(tmp_path):
     whole, first, second = MemoryWriter(), MemoryWriter(), MemoryWriter()
     train(tmp_path / "whole", watch(writers=[whole]))
-    train(tmp_path / "part", watch(writers=[first]), max_steps=10, save_strategy="steps", save_steps=5)
+    train(
+        tmp_path / "part", watch(writers=[first]), max_steps=10, save_strategy="steps", save_steps=5
+    )
     train(
         tmp_path / "part",
         watch(writers=[second]),
@@ -193,7 +199,8 @@ def test_probe_measures_the_last_weights(tmp_path):
     with monitor.observe(0), torch.no_grad():
         trainer.model(input_ids=ids)
     np.testing.assert_array_equal(
-        memory.emissions[-1].stat("sink_mass"), monitor.snapshot().array("sink_mass").astype(np.float32)
+        memory.emissions[-1].stat("sink_mass"),
+        monitor.snapshot().array("sink_mass").astype(np.float32),
     )
 
 
@@ -234,7 +241,9 @@ def test_bad_options_are_named():
 
 
 def test_tensorboard_gets_tab_and_scalars(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     train(tmp_path, watch(every_n_steps=5), report_to=["tensorboard"])
     folder = next(tmp_path.rglob("events.out.tfevents*")).parent
     events = event_accumulator.EventAccumulator(str(folder))
