@@ -521,7 +521,8 @@ rows = torch.utils.data.TensorDataset(torch.randn(8, 6, 8))
 loader = torch.utils.data.DataLoader(rows, batch_size=4)
 callback = EntropyMonitor(every_n_steps=1, on_error="raise")
 pl.Trainer(max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False,
-           callbacks=[callback], enable_checkpointing=False, default_root_dir={str(tmp_path)!r}).fit(M(), loader)
+           callbacks=[callback], enable_checkpointing=False,
+           default_root_dir={str(tmp_path)!r}).fit(M(), loader)
 assert callback.last.step == 1, callback.last
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
