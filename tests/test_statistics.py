@@ -26,12 +26,20 @@ FLOAT_FIELDS = (
 
 
 def of_logits(logits: torch.Tensor, **arguments) -> RowStatistics:
-    """Statistics of rows of logits (rows, keys), each as a head of its own, through query and key."""
+    """Statistics of rows of logits (rows, keys), each a head of its own, through query and key."""
     query = torch.ones(1, len(logits), 1, 1, dtype=logits.dtype)
     return row_statistics(query, logits[None, :, :, None], scale=1.0, **arguments)
 
 
-def random_qk(seed: int, b: int = 2, h: int = 4, t: int = 40, d: int = 8, kv: int | None = None, size: float = 1.0):
+def random_qk(
+    seed: int,
+    b: int = 2,
+    h: int = 4,
+    t: int = 40,
+    d: int = 8,
+    kv: int | None = None,
+    size: float = 1.0,
+):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(b, h, t, d, generator=generator) * size
     return q, torch.randn(b, kv or h, t, d, generator=generator)
@@ -67,7 +75,10 @@ def exactly(row: torch.Tensor) -> dict[str, float]:
         top = max(content)
         parts = [mpmath.exp(x - top) for x in content]
         mass = mpmath.fsum(parts)
-        entropy = mpmath.log(mass) - mpmath.fsum(p * (x - top) for p, x in zip(parts, content, strict=True)) / mass
+        entropy = (
+            mpmath.log(mass)
+            - mpmath.fsum(p * (x - top) for p, x in zip(parts, content, strict=True)) / mass
+        )
         z = sink - top - mpmath.log(mass)
         s, c = 1 / (1 + mpmath.exp(-z)), 1 / (1 + mpmath.exp(z))
         binary = -s * mpmath.log(s) - c * mpmath.log(c)
@@ -119,7 +130,9 @@ def test_precision_of_long_rows(content, offset, dtype, atol):
         z = row[0] - row[1:].max() - math.log(mass)
         assert abs(stats.content_entropy[0, i, 0].item() - entropy) <= atol
         assert abs(stats.log_odds[0, i, 0].item() - z) <= atol * max(1.0, abs(z))
-        assert stats.logit_spread[0, i, 0].item() == pytest.approx(row[1:].std(), rel=1e-4, abs=1e-6)
+        assert stats.logit_spread[0, i, 0].item() == pytest.approx(
+            row[1:].std(), rel=1e-4, abs=1e-6
+        )
         assert stats.logit_range[0, i, 0].item() == pytest.approx(
             row[1:].max() - row[1:].mean(), rel=1e-5, abs=1e-6
         )
@@ -128,7 +141,9 @@ def test_precision_of_long_rows(content, offset, dtype, atol):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_widened_first(dtype):
     q, k = (x.to(dtype) for x in random_qk(0))
-    stats, wide = (row_statistics(a, b, is_causal=True) for a, b in ((q, k), (q.float(), k.float())))
+    stats, wide = (
+        row_statistics(a, b, is_causal=True) for a, b in ((q, k), (q.float(), k.float()))
+    )
     for name in FLOAT_FIELDS:
         assert getattr(stats, name).dtype == torch.float32
         assert torch.equal(getattr(stats, name), getattr(wide, name)), name
@@ -170,7 +185,9 @@ def test_identity(seed, size, causal, sink):
     if causal:
         logits = logits.masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
     p = torch.softmax(logits, -1)
-    torch.testing.assert_close(stats.total_entropy, torch.special.entr(p).sum(-1), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        stats.total_entropy, torch.special.entr(p).sum(-1), atol=1e-12, rtol=0
+    )
     parts = stats.binary_entropy + stats.sink_mass * stats.sink_entropy
     parts = parts + stats.content_mass * stats.content_entropy
     torch.testing.assert_close(parts, stats.total_entropy, atol=1e-14, rtol=0)
@@ -245,7 +262,9 @@ def test_sampled_rows_keep_their_positions():
     # A public monitor masks sampled queries as if they were the first ones: 4.87 for 4.04 nats.
     zeros = torch.zeros(2, 1, 512, 8)
     rows, weights = select_rows(512, 64, batch=2)
-    stats = measure_call(AttentionCall(query=zeros, key=zeros, is_causal=True), rows=rows, weights=weights)
+    stats = measure_call(
+        AttentionCall(query=zeros, key=zeros, is_causal=True), rows=rows, weights=weights
+    )
     assert torch.equal(stats.rows, rows)
     assert torch.equal(stats.support[:, 0], rows.int())
     torch.testing.assert_close(stats.total_entropy[:, 0], (rows + 1.0).log())
@@ -335,14 +354,22 @@ def test_masked_keys_change_nothing(garbage, form, rows):
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_do_not_show(monkeypatch, tile, kv, masked):
     q, k = random_qk(4, t=70, kv=kv)
-    mask = torch.rand(2, 1, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.9 if masked else None
+    mask = (
+        torch.rand(2, 1, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.9
+        if masked
+        else None
+    )
     whole = row_statistics(q, k, mask=mask, is_causal=True)
     monkeypatch.setattr(_sweep, "TILE", tile)
     monkeypatch.setattr(_sweep, "_KEY_ELEMENTS", 70 * 8)
-    pieces = row_statistics(q, k.transpose(1, 2).contiguous().transpose(1, 2), mask=mask, is_causal=True)
+    pieces = row_statistics(
+        q, k.transpose(1, 2).contiguous().transpose(1, 2), mask=mask, is_causal=True
+    )
     assert torch.equal(whole.kind, pieces.kind)
     for name in FLOAT_FIELDS:
-        torch.testing.assert_close(getattr(whole, name), getattr(pieces, name), atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            getattr(whole, name), getattr(pieces, name), atol=2e-6, rtol=2e-6
+        )
 
 
 def test_query_and_logits_agree():
@@ -353,7 +380,9 @@ def test_query_and_logits_agree():
     from_qk = row_statistics(q, k, is_causal=True)
     assert torch.equal(from_logits.kind, from_qk.kind)
     for name in FLOAT_FIELDS:
-        torch.testing.assert_close(getattr(from_logits, name), getattr(from_qk, name), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            getattr(from_logits, name), getattr(from_qk, name), atol=1e-5, rtol=1e-5
+        )
 
 
 # Nothing else is touched -------------------------------------------------------------------------
@@ -423,7 +452,13 @@ def test_everything_against_the_reference(seed):
     generator = torch.Generator().manual_seed(seed)
     bias = torch.randn(2, 4, 33, 33, generator=generator)
     bias = bias.masked_fill(torch.rand(2, 1, 33, 33, generator=generator) < 0.3, -torch.inf)
-    arguments = {"mask": bias, "is_causal": True, "softcap": 6.0, "sink_logits": torch.randn(4), "window": 20}
+    arguments = {
+        "mask": bias,
+        "is_causal": True,
+        "softcap": 6.0,
+        "sink_logits": torch.randn(4),
+        "window": 20,
+    }
     rows = torch.stack([torch.randperm(33, generator=generator)[:11] for _ in range(2)])
     weights = torch.rand(2, 11, generator=generator, dtype=torch.float64)
     call = AttentionCall(query=q, key=k, **arguments)
