@@ -100,7 +100,8 @@ def _change_curves(axes: "Axes", report: "Report", steps: list[int]) -> None:
     summaries = [change_between(report.run, report.baseline_step, step).summary for step in steps]
     curves = {name: np.array([s["change"][name] for s in summaries]) for name in CHANGE_NAMES}
     errors = {
-        name: np.array([_nan(s["change"]["se"].get(name)) for s in summaries]) for name in CHANGE_NAMES
+        name: np.array([_nan(s["change"]["se"].get(name)) for s in summaries])
+        for name in CHANGE_NAMES
     }
     for error in errors.values():
         error[0] = 0.0  # the first step is the baseline itself

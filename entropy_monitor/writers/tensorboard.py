@@ -13,8 +13,8 @@ tensor costs milliseconds. Scalars go out in one event per step.
 """
 
 import json
-import math
 import logging
+import math
 import os
 import re
 import warnings
