@@ -1,15 +1,15 @@
 """Replay of a series of checkpoints, and the audit of a model.
 
 `replay` measures every checkpoint on the same sequences and writes a run that TensorBoard and
-``entropy-monitor report`` read. `audit` asks of one model how many nearer-head verdicts depend on
-whether the sink is kept.
+``entropy-monitor report`` read. `audit_model` asks of one model how many nearer-head verdicts
+depend on whether the sink is kept.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from entropy_monitor.replay.audit import AuditSettings, audit
+    from entropy_monitor.replay.audit import AuditSettings, audit_model
     from entropy_monitor.replay.errors import CheckpointError, ReplayError
     from entropy_monitor.replay.models import ModelSpec
     from entropy_monitor.replay.run import replay
@@ -24,7 +24,7 @@ _HOME = {
     "ReplayResult": "settings",
     "ReplaySettings": "settings",
     "TokenSpec": "tokens",
-    "audit": "audit",
+    "audit_model": "audit",
     "replay": "run",
 }
 
@@ -36,7 +36,7 @@ __all__ = [
     "ReplayResult",
     "ReplaySettings",
     "TokenSpec",
-    "audit",
+    "audit_model",
     "replay",
 ]
 

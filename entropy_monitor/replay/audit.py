@@ -101,7 +101,7 @@ class AuditResult:
     observed: list[dict[str, float]]
 
 
-def audit(
+def audit_model(
     loaded: LoadedModel,
     tokens: Tokens,
     settings: AuditSettings | None = None,

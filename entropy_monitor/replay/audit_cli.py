@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _audit(options: Mapping[str, Any], say: Any, track: Any) -> tuple[Any, str]:
-    from entropy_monitor.replay.audit import AuditSettings, audit
+    from entropy_monitor.replay.audit import AuditSettings, audit_model
     from entropy_monitor.replay.models import load_model, read_config
     from entropy_monitor.replay.run import open_source, sequences_for
     from entropy_monitor.replay.settings import ReplaySettings
@@ -160,7 +160,7 @@ def _audit(options: Mapping[str, Any], say: Any, track: Any) -> tuple[Any, str]:
         if Path(options["model"]).exists()
         else options["model"].split("/")[-1]
     )
-    return audit(loaded, ids, settings, track=track), name
+    return audit_model(loaded, ids, settings, track=track), name
 
 
 def _checkpoint(source: Any, revision: str | None) -> Any:

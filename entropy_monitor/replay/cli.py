@@ -18,8 +18,7 @@ it.
   entropy-monitor replay ./my_run --tokens ids.npy --rows all --yes
 
 The cost is stated before anything is fetched. A stopped replay goes on with the same command.
-Exit code: 0 all measured, 1 none, 2 the request cannot be carried out, 3 some checkpoints were not
-measured."""
+Exit code: 0 all measured, 1 some checkpoints were not, 2 the request cannot be carried out."""
 
 _ABSENT: Any = argparse.SUPPRESS
 
@@ -227,7 +226,7 @@ def one_line_errors(command: str) -> Iterator[dict[str, int]]:
         yield state
     except ReplayError as error:
         sys.stderr.write(f"entropy-monitor {command}: {error}\n")
-        state["code"] = 1 if str(error).startswith("no checkpoint could") else 2
+        state["code"] = 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         if missing not in {

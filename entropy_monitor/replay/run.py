@@ -29,6 +29,7 @@ from entropy_monitor.replay.rows import PartStore
 from entropy_monitor.replay.settings import FOLDER, ReplayResult, ReplaySettings, Say, Track
 from entropy_monitor.replay.tokens import (
     Tokens,
+    check_text,
     cut_text,
     load_token_file,
     load_tokenizer,
@@ -125,6 +126,7 @@ def sequences_for(source: Source, settings: ReplaySettings, config: Any) -> Toke
     spec = settings.tokens
     if spec.tokens is not None:
         return load_token_file(spec)
+    check_text(spec)
     where: str | Path
     if spec.tokenizer is not None:
         where = spec.tokenizer

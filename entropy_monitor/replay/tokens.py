@@ -87,6 +87,17 @@ def load_token_file(spec: TokenSpec) -> Tokens:
     return np.ascontiguousarray(ids[:count, :length], dtype=np.int64)
 
 
+def check_text(spec: TokenSpec) -> None:
+    """Say that a text does not exist before a tokenizer is looked for.
+
+    Raises:
+        ReplayError: If the file does not exist.
+    """
+    assert spec.text is not None
+    if not Path(spec.text).is_file():
+        raise ReplayError(f"`--text {spec.text}` does not exist.")
+
+
 def cut_text(spec: TokenSpec, tokenizer: Any, longest: int | None) -> Tokens:
     """Tokenise a text and cut it.
 
@@ -103,10 +114,9 @@ def cut_text(spec: TokenSpec, tokenizer: Any, longest: int | None) -> Tokens:
     """
     assert spec.text is not None
     path = Path(spec.text)
+    check_text(spec)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ReplayError(f"`--text {path}` does not exist.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ReplayError(f"`--text {path}` cannot be read as UTF-8 text ({error}).") from error
     length = spec.length or min(longest or 2048, 2048)
