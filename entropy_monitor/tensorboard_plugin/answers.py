@@ -125,15 +125,16 @@ def attribution_answer(history: History, since: int | None = None) -> bytes:
 
     Returns:
         A packed answer with blocks ``steps`` (n,), ``model`` (4, n), ``layers`` (4, n, layers),
-        ``means`` (stats, n): means over heads; ``highest`` (n,): largest logit of the model. The
-        header tells where the change is counted from.
+        ``means`` (stats, n): means over heads; ``terms`` (2, n, layers): sink term and content term
+        of H; ``highest`` (n,): largest logit of the model. The header tells where the change is
+        counted from.
 
     Raises:
         HistoryError: If the step was not recorded.
     """
     count = len(history.steps)
     stats = [name for name in history.layout.stats if not name.startswith(("rows_", "change_"))]
-    per_step = 4 * (len(CHANGE_NAMES) * (1 + len(history.layout.layers)) + len(stats) + 2)
+    per_step = 4 * ((len(CHANGE_NAMES) + 2) * (1 + len(history.layout.layers)) + len(stats))
     chosen = thin(count, (BUDGET - _HEADER_ROOM) // per_step)
     header: dict[str, Any] = {"stats": stats, "changes": list(CHANGE_NAMES), "problem": None}
     header["since"] = _since(history, since)
@@ -151,6 +152,12 @@ def attribution_answer(history: History, since: int | None = None) -> bytes:
         if stats
         else np.zeros((0, len(chosen))),
     }
+    if {"total_entropy", "content_mass_entropy"} <= set(stats):
+        total, content = (
+            history.layout.layer_means(history.stat(name)[chosen])
+            for name in ("total_entropy", "content_mass_entropy")
+        )
+        arrays["terms"] = np.stack([total - content, content])
     if "max_logit" in stats:
         logits = history.stat("max_logit")[chosen]
         arrays["highest"] = np.max(logits, axis=1, where=np.isfinite(logits), initial=-np.inf)

@@ -1,5 +1,7 @@
 """The one-file report opened from disk, as it would be from a mail."""
 
+import re
+
 import pytest
 
 from entropy_monitor.notebook import change_sentence
@@ -94,4 +96,20 @@ def test_narrow_dark_and_accessible(report, open_tab):
     assert tab.frame.get_attribute("html", "data-theme") == "dark"
     assert tab.page.evaluate("() => document.documentElement.scrollWidth") <= 420
     assert axe.Axe().run(tab.page).response["violations"] == []
+    tab.assert_clean()
+
+
+def test_a_single_step_tells_the_terms_of_its_entropy(tmp_path, synthetic, open_tab):
+    before = synthetic.head_means(LAYERS, 0.0)
+    writer = RecordWriter(tmp_path / "run")
+    one = synthetic.emission(LAYERS, 0, 200, baseline=before)
+    writer.write(one)
+    writer.close()
+    path = write_html(read_run(tmp_path / "run"), tmp_path / "report.html")
+    tab = open_report(open_tab, path)
+    said = " ".join(tab.text(".sentence").split())
+    assert said.startswith("Step 0: mean entropy ")
+    total, sink, content = (float(n) for n in re.findall(r"\d+\.\d+", said))
+    assert sink + content == pytest.approx(total, abs=1e-9)
+    assert total == pytest.approx(one.stat("total_entropy").mean(), abs=0.005)
     tab.assert_clean()

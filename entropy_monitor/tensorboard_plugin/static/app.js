@@ -130,7 +130,7 @@ export function start(root, source, host) {
     const known = attributions.filter(Boolean);
     const raised = list.value ? list.value.alerts : [];
     steps = attribution.steps;
-    if (state.layer === null && (list.value || list.error)) state = { ...state, ...firstHead(info, raised, attribution) };
+    if (state.layer === null && (list.value || list.error)) state = { ...state, ...firstHead(info, raised, attribution), view: steps.length === 1 ? "terms" : state.view };
     const layer = Math.min(state.layer ?? 0, info.layers.length - 1);
     if (layer !== state.layer || state.head >= info.layers[layer].heads) state = { ...state, layer: state.layer === null ? null : layer, head: Math.min(state.head, info.layers[layer].heads - 1) };
     if (!info.stats.some((one) => one.name === state.stat)) state = { ...state, stat: info.stats[0].name };

@@ -45,7 +45,7 @@ export function makeBars(onPick) {
   }
 
   function drawAxis(marks, bottom, zero) {
-    axisKey = JSON.stringify([data.extent, data.factor, data.since, data.support, size]);
+    axisKey = JSON.stringify([data.extent, data.factor, data.title, data.support, size]);
     replace(figure.querySelector(".axis"), marks.map((value) => [
       svg("line", { class: "grid", x1: x(value / data.factor), x2: x(value / data.factor), y1: size.top, y2: bottom }),
       svg("text", { x: Math.min(size.width - 12, Math.max(12, x(value / data.factor))), y: size.top - 6, "text-anchor": "middle" }, tickText(value, marks)),
@@ -53,8 +53,8 @@ export function makeBars(onPick) {
     const line = figure.querySelector(".zero");
     for (const [name, value] of Object.entries({ x1: zero, x2: zero, y1: size.top - 3, y2: bottom })) line.setAttribute(name, value);
     replace(legend,
-      h("span", { class: "legend-title" }, `Change by layer ${data.since}, ${data.unit}`),
-      h("span", { class: "key sink" }, "sink part"), h("span", { class: "key content" }, "content part"),
+      h("span", { class: "legend-title" }, `${data.title}, ${data.unit}`),
+      h("span", { class: "key sink" }, `sink ${data.word}`), h("span", { class: "key content" }, `content ${data.word}`),
       data.support ? h("span", { class: "key support" }, "support part") : null,
       h("span", { class: "key total" }, "total"));
   }
@@ -74,7 +74,7 @@ export function makeBars(onPick) {
     const zero = x(0);
     const marks = ticks(low * data.factor, high * data.factor, size.width > 180 ? 4 : 2);
     const bottom = size.top + size.rowHeight * size.count;
-    if (axisKey !== JSON.stringify([data.extent, data.factor, data.since, data.support, size])) drawAxis(marks, bottom, zero);
+    if (axisKey !== JSON.stringify([data.extent, data.factor, data.title, data.support, size])) drawAxis(marks, bottom, zero);
     rows.forEach((row, i) => {
       row.group.classList.toggle("selected", i === selected);
       const pad = size.rowHeight >= 10 ? 2 : size.rowHeight >= 6 ? 1 : 0.5;
@@ -103,7 +103,7 @@ export function makeBars(onPick) {
     const ranked = data.layers.map((layer, i) => ({ name: layer.name, total: data.runs[0][i]?.total ?? NaN })).filter((one) => Number.isFinite(one.total));
     ranked.sort((a, b) => Math.abs(b.total) - Math.abs(a.total));
     const most = ranked.slice(0, 3).map((one) => `${one.name} ${signed(one.total * data.factor, 2)}`).join(", ");
-    return `Change by layer ${data.since} in ${data.unit}. Largest: ${most || "none"}.`;
+    return `${data.title} in ${data.unit}. Largest: ${most || "none"}.`;
   }
 
   function place(rect, left, top, width, height) {
@@ -120,7 +120,7 @@ export function makeBars(onPick) {
     layout(next) {
       size = next;
     },
-    // data: {layers, runs: [[{total, sink, content, support} per layer]], extent: {low, high}, factor, unit, since, support}
+    // data: {layers, runs: [[{total, sink, content, support} per layer]], extent: {low, high}, factor, unit, title, word, support}
     update(next, layer) {
       data = next;
       selected = layer;

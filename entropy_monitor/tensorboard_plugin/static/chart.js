@@ -104,6 +104,9 @@ export function makeChart(onStep) {
     replace(figure, axes(),
       data.lines.filter((line) => line.base).map((line) => svg("path", { class: `area ${line.channel}`, d: path(line, true) })),
       data.lines.map((line) => svg("path", { class: `line ${line.channel}${line.second ? " second" : ""}`, d: path(line, false) })),
+      // A single step makes no line.
+      data.lines.filter((line) => line.steps.length === 1 && Number.isFinite(line.values[0])).map((line) =>
+        svg("circle", { class: `dot ${line.channel}`, cx: x(line.steps[0]), cy: y(line.values[0]), r: 3.5 })),
       data.marks.filter((mark) => mark.step >= domain.x[0] && mark.step <= domain.x[1]).map((mark) =>
         svg("path", { class: `mark ${mark.severity}`, d: `M${x(mark.step)} ${bottom - 7}l4 7h-8z` })),
       svg("g", { class: "cursor" }), labels());

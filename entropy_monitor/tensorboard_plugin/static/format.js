@@ -80,6 +80,19 @@ export function changeSentence(change, before, after, unit) {
   return pieces;
 }
 
+// Where there is nothing to compare yet: what the entropy of one step is made of.
+export function momentSentence(terms, step, unit) {
+  const lead = `Step ${step}: `;
+  const printed = printedChange({ ...terms, support: 0 }, unit === "bit" ? BITS : 1);
+  if (!printed) return [{ text: `${lead}the entropy is not known` }];
+  const bare = (text) => text.replace(/^\+/, "");
+  return [
+    { text: lead }, { text: "mean entropy " }, { text: bare(printed.total), channel: "total" }, { text: ` ${unit} = ` },
+    { text: `sink term ${bare(printed.parts[0].text)}`, channel: "sink" }, { text: " + " },
+    { text: `content term ${bare(printed.parts[1].text)}`, channel: "content" },
+  ];
+}
+
 // Short names for layers: what all have in common at both ends is dropped ("model.layers.3.self_attn" -> "3").
 // Full names stay in tooltips and in the table of alerts.
 export function shortNames(names) {

@@ -1,7 +1,7 @@
 // The first glance: the sentence, its split bar, what the model's attention looks like now, and the step slider.
 
 import { h, replace, svg } from "./dom.js";
-import { changeSentence, plain, printedChange, stepText } from "./format.js";
+import { changeSentence, momentSentence, plain, printedChange, stepText } from "./format.js";
 import { CHANNELS } from "./bars.js";
 
 export function makeHero(actions) {
@@ -31,7 +31,7 @@ export function makeHero(actions) {
   const lines = [makeLine(), makeLine()];
   sentences.append(lines[0].box, lines[1].box);
 
-  function drawBar(line, change, extent, view) {
+  function drawBar(line, { change, moment }, extent, view) {
     const span = extent.high - extent.low || 1;
     const zero = (-extent.low / span) * 100;
     const printed = printedChange(change, view.factor);
@@ -49,10 +49,10 @@ export function makeHero(actions) {
       const segment = line.segments[name];
       segment.style.left = `${zero + (from / span) * 100}%`;
       segment.style.width = `${width}%`;
-      segment.firstChild.textContent = width > 14 && texts.has(name) ? `${name} ${texts.get(name)}` : "";
+      segment.firstChild.textContent = width > 14 && texts.has(name) ? `${name} ${moment ? `term ${texts.get(name).slice(1)}` : texts.get(name)}` : "";
     }
     line.zero.style.left = `${zero}%`;
-    line.bar.setAttribute("aria-label", [...texts].map(([name, text]) => `${name} part ${text} ${view.unit}`).join(", ") || "not known");
+    line.bar.setAttribute("aria-label", [...texts].map(([name, text]) => `${name} ${moment ? "term" : "part"} ${text} ${view.unit}`).join(", ") || "not known");
   }
 
   return {
@@ -73,9 +73,10 @@ export function makeHero(actions) {
           return;
         }
         line.bar.hidden = false;
-        replace(line.text, changeSentence(run.change, run.before, run.after, view.unit).map((piece) =>
+        const pieces = run.moment ? momentSentence(run.change, run.after, view.unit) : changeSentence(run.change, run.before, run.after, view.unit);
+        replace(line.text, pieces.map((piece) =>
           h("span", { class: piece.channel ? `number ${piece.channel}` : piece.aside ? "aside" : null }, piece.text)));
-        drawBar(line, run.change, view.extent, view);
+        drawBar(line, run, view.extent, view);
       });
       replace(tiles, view.tiles.map((tile) => h("div", { class: "tile", title: tile.title },
         h("dt", {}, tile.label),

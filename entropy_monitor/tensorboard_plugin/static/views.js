@@ -82,6 +82,11 @@ export function heroView(state, infos, attributions, position) {
   const runs = attributions.map((attribution, i) => {
     const at = i === 0 ? position : positionOf(attribution.steps, step);
     const note = attribution.problem ? `The change cannot be split: ${attribution.problem}` : null;
+    const total = meanAt(attribution, "total_entropy", at);
+    const content = meanAt(attribution, "content_mass_entropy", at);
+    // At A itself there is no change to tell; the terms of the entropy are known there.
+    const moment = attribution.steps[at] === attribution.since.step && Number.isFinite(content);
+    if (moment) return { moment, change: { total, sink: total - content, content, support: 0 }, after: stepText(attribution.steps[at]), name: infos[i].name, note };
     return { change: changeAt(attribution, at), before: stepText(attribution.since.step), after: stepText(attribution.steps[at]), name: infos[i].name, note };
   });
   const start = Math.max(0, positionOf(first.steps, first.since.step ?? first.steps[0]));
@@ -101,12 +106,28 @@ export function heroView(state, infos, attributions, position) {
     if (attributions[1]) one.second = highest(attributions[1], positionOf(attributions[1].steps, step));
     tiles.push(one);
   }
-  return { steps: first.steps, position, start, step, unit: state.unit, factor, runs, tiles, extent: join(attributions.map((one) => extents(one).model)) };
+  return { steps: first.steps, position, start, step, unit: state.unit, factor, runs, tiles, extent: runs.some((run) => run.moment) ? { low: 0, high: Math.max(...runs.map((run) => run.change.total || 1)) } : join(attributions.map((one) => extents(one).model)) };
+}
+
+// At A itself, where nothing has changed yet: the terms of the entropy by layer.
+function termBars(state, infos, attributions, position) {
+  const layers = infos[0].layers;
+  const step = attributions[0].steps[position];
+  const runs = attributions.map((attribution, i) => {
+    const { terms } = attribution.arrays;
+    const size = terms.length / 2;
+    const at = (i === 0 ? position : positionOf(attribution.steps, step)) * infos[i].layers.length;
+    const own = new Map(infos[i].layers.map((layer, k) => [layer.name, { total: terms[at + k] + terms[size + at + k], sink: terms[at + k], content: terms[size + at + k], support: 0 }]));
+    return layers.map((layer) => own.get(layer.name) || { total: NaN, sink: NaN, content: NaN, support: NaN });
+  });
+  const high = Math.max(1e-6, ...runs.flat().map((one) => one.total).filter(Number.isFinite));
+  return { layers, runs, extent: { low: 0, high }, factor: factorOf("nat", state.unit), unit: state.unit, title: "Entropy by layer", since: sinceText(attributions[0]), word: "term", support: false };
 }
 
 export function barsView(state, infos, attributions, position) {
   const step = attributions[0].steps[position];
   const layers = infos[0].layers;
+  if (step === attributions[0].since.step && attributions.every((one) => one.arrays.terms)) return termBars(state, infos, attributions, position);
   const runs = attributions.map((attribution, i) => {
     const at = i === 0 ? position : positionOf(attribution.steps, step);
     const own = layerChanges(attribution, at, infos[i].layers.length);
@@ -116,7 +137,7 @@ export function barsView(state, infos, attributions, position) {
   });
   const factor = factorOf("nat", state.unit);
   const support = runs.some((run) => run.some((layer) => Math.abs(layer.support) >= 0.0005));
-  return { layers, runs, extent: join(attributions.map((one) => extents(one).layers)), factor, unit: state.unit, since: sinceText(attributions[0]), support };
+  return { layers, runs, extent: join(attributions.map((one) => extents(one).layers)), factor, unit: state.unit, title: `Change by layer ${sinceText(attributions[0])}`, since: sinceText(attributions[0]), word: "part", support };
 }
 
 function frameOf(answer, step) {
