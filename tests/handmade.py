@@ -76,7 +76,9 @@ class OldBert(Projected):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x)
-        scores = q @ k.mT / math.sqrt(q.size(-1)) + (1.0 - causal(x.shape[1]).to(x.dtype)) * -10000.0
+        scores = (
+            q @ k.mT / math.sqrt(q.size(-1)) + (1.0 - causal(x.shape[1]).to(x.dtype)) * -10000.0
+        )
         p = scores.softmax(dim=-1)
         self.keep(p * causal(x.shape[1]))
         return self.merge(p @ v)

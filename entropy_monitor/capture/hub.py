@@ -16,7 +16,9 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from entropy_monitor.capture.flex import FlexWay
 from entropy_monitor.capture.fused import FusedWay
+from entropy_monitor.capture.interface import InterfaceTap
 from entropy_monitor.capture.seen import Found
 from entropy_monitor.capture.softmax import SoftmaxWay
 
@@ -48,14 +50,17 @@ class Hub:
 
     def __init__(self) -> None:
         self.windows: list[Receiver] = []
-        self.ways = (FusedWay(), SoftmaxWay())
+        self.ways = (FusedWay(), SoftmaxWay(), FlexWay())
+        self.told = 0
         self.discovering = False
         self._mode: _PlainTap | None = None
 
-    def open(self, window: Receiver, *, force_eager: bool) -> None:
-        """Start feeding a window."""
+    def open(self, window: Receiver, *, force_eager: bool, interface: bool) -> None:
+        """Start feeding a window; compiled code steps aside, transformers' table is wrapped if asked."""
         if force_eager:
             _STANCES.enter(window)
+        if interface:
+            _INTERFACE.enter(window)
         self.windows.append(window)
         self.discovering = self.discovering or window.discovering
         if self._mode is None:
@@ -76,6 +81,7 @@ class Hub:
                     way.forget()
                 _remove(mode)
         finally:
+            _INTERFACE.leave(window)
             _STANCES.leave(window)
 
     def handler(self, op: Any) -> Handler | None:
@@ -88,6 +94,7 @@ class Hub:
 
     def tell(self, found: Found, frame: FrameType | None) -> None:
         """Hand one attention to all windows."""
+        self.told += 1
         for window in tuple(self.windows):
             window.receive(found, frame)
 
@@ -178,9 +185,10 @@ def _dispatch(tap: _PlainTap, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 _PROJECTIONS = frozenset(
@@ -255,7 +263,14 @@ class _Stances:
                     self._stance = None
 
 
+def _watching() -> Hub | None:
+    """The hub of this thread if it has open windows and no backward pass recomputes a forward."""
+    held = hub()
+    return held if held.windows and torch._C._current_graph_task_id() == -1 else None
+
+
 _STANCES = _Stances()
+_INTERFACE = InterfaceTap(_watching)
 _LOCAL = threading.local()
 
 

@@ -275,7 +275,7 @@ def _unwrapped(module: nn.Module) -> nn.Module | None:
     children = module._modules
     for attribute in _WRAPPED:
         # Scripted modules keep their children in a mapping without `get`.
-        wrapped = children[attribute] if attribute in children else None
+        wrapped = children[attribute] if attribute in children else None  # noqa: SIM401
         if wrapped is not None and (
             attribute != "module" or _WRAPPER.search(type(module).__name__)
         ):

@@ -1,14 +1,14 @@
 """A place for our own computations in the middle of somebody else's forward pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 
 @contextmanager
-def quiet(device: str) -> Iterator[None]:
+def quiet(device: str, *, function_modes: bool = False) -> Iterator[None]:
     """No gradient, no autocast on this kind of device, no dispatch or function mode of anybody.
 
     A flop counter of the user does not count what we compute, `torch.set_default_device` does not move
@@ -16,7 +16,8 @@ def quiet(device: str) -> Iterator[None]:
     """
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        functions = nullcontext() if function_modes else torch._C.DisableTorchFunction()
+        with torch.no_grad(), functions:
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
                     yield

@@ -15,6 +15,7 @@ class Seen:
         key: (batch, kv_heads, keys, width).
         logits: Softmax input instead of query and key, any layout described by `axes`.
         axes: One letter per axis of `logits`: g (batch or heads), q (queries), k (keys).
+        interface: It was read from a call of transformers' attention interface.
         virtual_columns: Trailing key columns of `logits` that are learned sinks.
     """
 
@@ -29,6 +30,7 @@ class Seen:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     virtual_columns: int = 0
+    interface: bool = False
     window: int | None = None
 
 

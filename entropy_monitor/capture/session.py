@@ -84,6 +84,7 @@ class CaptureSession:
         self._compiled = compiled
         self._discovered = False
         self._uncompiled = False
+        self._interface = False
         self._missing: set[str] = set()
         self._rediscoveries = 0
 
@@ -102,13 +103,18 @@ class CaptureSession:
 
     # Called by the window ---------------------------------------------------------------------------
 
-    def begin(self, window: Window) -> bool:
-        """Prepare for a window; returns whether compiled code must step aside for it."""
+    def begin(self, window: Window) -> tuple[bool, bool]:
+        """Prepare for a window: must compiled code step aside, must transformers' table be wrapped.
+
+        Where the table is needed, compiled code steps aside too: it would notice the wrapping and
+        compile again.
+        """
         if self.owners.refresh() and self._discovered:
             self._discovered = False  # layers were added or taken away
             self.plan = Plan()
         window.discovering = not self._discovered
-        return window.discovering or self._uncompiled
+        interface = window.discovering or self._interface
+        return interface or self._uncompiled, interface
 
     def end(self, window: Window) -> None:
         """Learn from a window and complete its report."""
@@ -132,6 +138,7 @@ class CaptureSession:
             self._uncompiled = True
             report.notes.append(_UNCOMPILED.format(", ".join(hidden[:4])))
         self._missing.clear()
+        self._interface = window.needs_interface
         self.plan.learn(window.order)
         ran = [name for name in self._candidates() if name in window.ran_modules]
         covered = {*report.seen, *report.lost, *report.opaque, *report.skipped, *self.plan.heads}

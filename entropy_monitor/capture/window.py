@@ -36,9 +36,11 @@ class Window:
         self.discovering = False
         self.ran_modules: set[str] = set()
         self.order: list[Planned] = []
+        self.needs_interface = False
         self._session = session
         self._on_call = on_call
         self._hub: Hub | None = None
+        self._uncompiled = False
         self._naming: Naming | None = None
         self._forward: Any = None
         self._counts: Counter[str] = Counter()
@@ -62,9 +64,9 @@ class Window:
     def open(self) -> None:
         """Open the taps. An error of ours leaves the window closed and stands in the report."""
         try:
-            force_eager = self._session.begin(self)
+            self._uncompiled, interface = self._session.begin(self)
             self._hub = hub()
-            self._hub.open(self, force_eager=force_eager)
+            self._hub.open(self, force_eager=self._uncompiled, interface=interface)
         except Exception as error:
             self.failed(error)
             self._remove()
@@ -135,6 +137,7 @@ class Window:
         except ValueError as error:
             self.report.lost[name] = str(error).rstrip(".")
             return
+        self.needs_interface = self.needs_interface or found.interface
         self._hand_over(call, found.way)
 
     def _hand_over(self, call: AttentionCall, way: str) -> None:
@@ -154,7 +157,8 @@ class Window:
 
     def _name(self, owner: Owner, signature: Signature) -> tuple[str, int]:
         """Name and index of a call; index -1 if it has no certain name."""
-        if owner.compiled:
+        # Where the model runs uncompiled, only a kernel of its own (flex) can be compiled.
+        if owner.compiled and not self._uncompiled:
             if self._naming is None:
                 self._naming = Naming(self._session.plan, self._session.root_name)
             planned = self._naming.take(owner.name, signature)

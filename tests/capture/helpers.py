@@ -59,9 +59,7 @@ def assert_weights(
         # A softmax does not know the level of its logits.
         shift = torch.as_tensor(reference.max_logit) - stats.max_logit.double()
         assert shift.isfinite().all()
-        assert_matches_reference(
-            _levelled(stats, reference), reference, atol=atol
-        )
+        assert_matches_reference(_levelled(stats, reference), reference, atol=atol)
 
 
 class _levelled:
@@ -81,7 +79,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def assert_same_training(plain: nn.Module, watched: nn.Module, losses: tuple[Tensor, Tensor]) -> None:
+def assert_same_training(
+    plain: nn.Module, watched: nn.Module, losses: tuple[Tensor, Tensor]
+) -> None:
     """Loss and gradients are equal bit for bit."""
     assert torch.equal(losses[0], losses[1])
     one, other = gradients(plain), gradients(watched)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from entropy_monitor.capture import CaptureSession
 from tests.capture.helpers import assert_same_training, assert_weights, capture
 from tests.models import FAMILIES, cast, eager_weights, loss_of, tiny
 
@@ -43,3 +44,32 @@ def test_training_is_the_same_bit_for_bit(name: str, way: str) -> None:
     assert set(measured.stats) == set(family.names)
     assert_same_training(plain, watched, (expected, loss))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+FLEX = [
+    pytest.param(name, marks=() if name == "llama" else pytest.mark.slow)
+    for name, family in FAMILIES.items()
+    if "flex_attention" in family.ways
+]
+
+
+@pytest.mark.parametrize("name", FLEX)
+@pytest.mark.filterwarnings("ignore")  # compiling, transformers and torch touch deprecated names
+def test_flex_attention_has_no_backward_on_a_cpu_but_right_numbers(name: str) -> None:
+    torch._dynamo.reset()
+    family = FAMILIES[name]
+    model = tiny(name, "flex_attention").eval()
+    session = CaptureSession(model, on_error="raise")
+    weights = eager_weights(name, torch.float32)
+    with torch.no_grad():
+        expected = loss_of(model(**family.inputs()))
+        for _ in range(2):
+            measured, report, loss = capture(
+                model, lambda: loss_of(model(**family.inputs())), session=session
+            )
+            assert set(measured.stats) == set(family.names)
+            assert set(report.way.values()) == {"flex"}
+            assert report.complete
+            assert_weights(measured, weights, atol=1e-4)
+            assert torch.equal(loss, expected)
+    torch._dynamo.reset()

@@ -58,7 +58,8 @@ def names_in(session: CaptureSession, run: Callable[[], Any]) -> list[str]:
 
 def _selective(layer: nn.Module, x: Tensor) -> Tensor:
     contexts = functools.partial(
-        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
     )
     return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 

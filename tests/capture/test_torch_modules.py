@@ -101,7 +101,9 @@ def test_encoder(batch_first: bool, norm_first: bool) -> None:
 
 def test_decoder_keeps_self_and_cross_apart() -> None:
     model = made(
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(E, 4, 20, 0.0, batch_first=True), 2)
+        lambda: nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(E, 4, 20, 0.0, batch_first=True), 2
+        )
     )
     names = {f"layers.{n}.{kind}" for n in range(2) for kind in ("self_attn", "multihead_attn")}
     # Equal lengths: shapes alone would not tell cross-attention from self-attention.
