@@ -103,13 +103,14 @@ def test_a_head_without_counted_rows_has_no_change(tensors):
 def test_what_does_not_fit_is_left_out_and_said(tensors):
     strange = [
         (110, np.zeros((3, 3), np.float32)),
+        (115, np.zeros((LAYOUT.shape[0], 4, 3), np.float32)),
         (120, np.zeros(LAYOUT.shape, np.int64)),
         (130, np.array(b"text")),
     ]
     history = build_history("r", LAYOUT, [*tensors(), *strange], notices=("before",))
     assert history.steps[-1] == 100
     assert len(history.notices) == 3
-    assert "shape changed" in history.notices[1]
+    assert "shape changed in mid-run: steps up to 115" in history.notices[1]
     assert "2 tensors" in history.notices[2]
 
 
