@@ -47,6 +47,7 @@ def level(view: View, limits: tuple[Array, Array]) -> Condition:
         keep &= view.log_spread > spread_bound - np.log(margin)
     heads = slice(1 + view.layout.layers, None)
     on[heads] &= _grew(view)[heads]
+    on &= at_random(view, on)
     return Condition(name="level", on=on, keep=keep, persist=view.policy.persist)
 
 
@@ -68,6 +69,7 @@ def drop(view: View) -> Condition:
     keep = group & (view.evenness < policy.margin * rule.drop_below)
     keep &= view.log_spread > np.log(max(rule.drop_spread / policy.margin, 1e-9))
     on = group & fell & beyond_noise & low if ready else view.nothing()
+    on &= at_random(view, on)
     return Condition(name="drop", on=on, keep=keep, persist=policy.abrupt)
 
 
@@ -82,6 +84,22 @@ def severe(view: View, limits: tuple[Array, Array]) -> Condition:
         on[groups] = (evenness[groups] < limits[0][groups]) & (log_spread[groups] > far)
     persist = max(rule.error_after, view.policy.persist)
     return Condition(name="severe", on=on, keep=on, persist=persist)
+
+
+def at_random(view: View, where: Mask) -> Mask:
+    """Groups whose concentrated heads pick their keys no better than random logits would.
+
+    The third witness. Copying and induction heads concentrate as far as a collapsed head does, but
+    with less logit spread: their `View.waste` is about 1 nat, that of collapsing heads 1.4 to 5.
+    Beyond ``error_spread`` times the bound it is not asked. Worked out only if ``where`` has a use.
+    """
+    rule = view.policy.concentration
+    if not where.any() or not view.has_spread:
+        return np.ones_like(where)
+    far = view.log_spread > bounds(view)[1] + np.log(rule.error_spread)
+    waste = view.waste
+    with np.errstate(invalid="ignore"):
+        return np.asarray(far | np.isnan(waste) | (waste > rule.waste))
 
 
 def _grew(view: View) -> Mask:

@@ -7,6 +7,7 @@ with J falling along.
 
 import numpy as np
 
+from entropy_monitor.alerts.concentration import at_random
 from entropy_monitor.alerts.view import Condition, View
 
 
@@ -24,8 +25,8 @@ def growth(view: View) -> Condition:
         on = group & past & (log_spread > spread) & (evenness < even)
         keep = group & (view.log_spread > spread - np.log(policy.margin))
         keep &= view.evenness < policy.margin * even
-    if not (view.settled and view.same_length):
-        on = view.nothing()
+    on &= np.bool_(view.settled and view.same_length)
+    on &= at_random(view, on)
     return Condition(name="growth", on=on, keep=keep, persist=policy.persist)
 
 

@@ -49,6 +49,8 @@ class ConcentrationRule:
         head_growth: A single head alarms only if its kap also grew by this factor over its slow
             average or the
             baseline: heads that are concentrated and stay so are normal.
+        waste: Entropy times kap, in nats, of the concentrated heads, below which they are taken for
+            heads that have learned what to look for (copying, induction). Gaussian logits: 1.5.
         error_spread: A warning becomes an error when kap exceeds this many times its bound at
             layer or model level.
         error_after: ...and has done so for this many steps.
@@ -67,6 +69,7 @@ class ConcentrationRule:
     drop_below: float = 0.40
     drop_spread: float = 0.8
     head_growth: float = 2.0
+    waste: float = 1.35
     error_spread: float = 2.0
     error_after: float = 30.0
     alone: float = 0.6
@@ -81,7 +84,14 @@ class ConcentrationRule:
             "alone",
         ):
             _check(self, name, 0.0, 1.0)
-        for name in ("spread_model", "spread_layer", "spread_head", "drop_spread", "error_after"):
+        for name in (
+            "spread_model",
+            "spread_layer",
+            "spread_head",
+            "drop_spread",
+            "waste",
+            "error_after",
+        ):
             _check(self, name, 0.0)
         for name in ("head_growth", "error_spread", "full_group"):
             _check(self, name, 1.0)

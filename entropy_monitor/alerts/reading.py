@@ -67,6 +67,7 @@ class Reading:
         spread: kap per head, ``(L, H)``; NaN where no logit statistics were recorded.
         max_logit: Largest logit per head, ``(L, H)``.
         support: Mean number of content keys over the heads, NaN if not recorded.
+        log_support: Mean log m per head, ``(L, H)``.
         evenness: J per group, ``(G,)``.
         log_spread: log kap per group, ``(G,)``.
         evenness_error: Standard error of J per group where recorded, else NaN, ``(G,)``.
@@ -81,6 +82,7 @@ class Reading:
     spread: Array
     max_logit: Array
     support: float
+    log_support: Array
     evenness: Array
     log_spread: Array
     evenness_error: Array
@@ -134,8 +136,7 @@ def median(values: Array) -> Array:
     if not missing.any():
         low, high = (size - 1) // 2, size // 2
         ordered = np.partition(values, (low, high), axis=-1)
-        middle: Array = 0.5 * (ordered[..., low] + ordered[..., high])
-        return middle
+        return np.asarray(0.5 * (ordered[..., low] + ordered[..., high]))
     count = size - missing.sum(axis=-1)
     lows, highs = np.maximum((count - 1) // 2, 0), np.minimum(count // 2, size - 1)
     ordered = np.sort(values, axis=-1)  # NaNs go last
@@ -206,6 +207,7 @@ def read(
         spread=spread,
         max_logit=max_logit,
         support=_mean(np.where(seen, support, np.nan)),
+        log_support=log_support,
         evenness=groups[0],
         log_spread=log_spread,
         evenness_error=_group_error(table.get("content_evenness_se"), members, layout),

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 from entropy_monitor.alerts.policy import AlertPolicy
-from entropy_monitor.alerts.reading import Array, Layout, Mask, Reading
+from entropy_monitor.alerts.reading import Array, Layout, Mask, Reading, by_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,22 @@ class View:
             self.evenness + quantile * share * error,
             self.log_spread - quantile * share * self.spread_noise,
         )
+
+    @cached_property
+    def waste(self) -> Array:
+        """H(pi) * kap in nats, the median over a group's concentrated heads (J < .5), ``(G,)``.
+
+        How much logit spread the concentration costs. A head that has learned which key to pick
+        needs little spread for it; independent Gaussian logits, which pick at random, have 1.4 to
+        1.8 nats at any m and any kap above 1.5. NaN where no head of the group is concentrated.
+        """
+        first = 1 + self.layout.layers
+        shape = (self.layout.layers, self.layout.heads)
+        evenness = self.reading.evenness[first:].reshape(shape)
+        kap = np.exp(self.reading.log_spread[first:]).reshape(shape)
+        with np.errstate(invalid="ignore"):
+            waste = evenness * self.reading.log_support * kap
+            return by_group(np.where(evenness < 0.5, waste, np.nan))
 
     def nothing(self) -> Mask:
         """A vector over groups that is false everywhere."""

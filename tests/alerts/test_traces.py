@@ -1,4 +1,4 @@
-"""Real runs: a few recorded traces that travel with the tests, and a larger set where it is present."""
+"""Real runs: a few traces that travel with the tests, and a larger set where it is present."""
 
 import json
 from pathlib import Path
@@ -45,6 +45,7 @@ def test_shipped(name):
     check(labels(SHIPPED)[name], scan(*load(SHIPPED / f"{name}.npz")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not RECORDED.exists(), reason="the recorded traces are not in this checkout")
 def test_one_recorded_run_of_each_kind():
     """The first seed of every kind; the whole table comes from the benchmark."""
