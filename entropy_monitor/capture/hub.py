@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from entropy_monitor.capture.flex import FlexWay
 from entropy_monitor.capture.fused import FusedWay
 from entropy_monitor.capture.interface import InterfaceTap
-from entropy_monitor.capture.seen import Found
+from entropy_monitor.capture.native import NativeWay
+from entropy_monitor.capture.seen import Found, Lost
 from entropy_monitor.capture.softmax import SoftmaxWay
+
+_ATTENTION_NAMES = ("attention", "attn", "mha_", "multi_head")
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Found | None]
 
@@ -45,12 +48,27 @@ def _nothing(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     """Stands for operations that only show which modules run."""
 
 
+class OpaqueWay:
+    """Comes last: operations that are attention by their name, and that nothing else can read."""
+
+    def handler(self, op: Any) -> Handler | None:
+        """What to call after this operation; None if its name says nothing of attention."""
+        name = str(op).lower()
+        if "backward" in name or not any(part in name for part in _ATTENTION_NAMES):
+            return None
+        reason = f"operation {op} computes attention in a way that is not known"
+        return lambda op, args, kwargs, out: Lost(reason, opaque=True)
+
+    def forget(self) -> None:
+        """Nothing to drop."""
+
+
 class Hub:
     """Open windows of one thread and the mode that feeds them."""
 
     def __init__(self) -> None:
         self.windows: list[Receiver] = []
-        self.ways = (FusedWay(), SoftmaxWay(), FlexWay())
+        self.ways = (FusedWay(), SoftmaxWay(), FlexWay(), NativeWay(), OpaqueWay())
         self.told = 0
         self.discovering = False
         self._mode: _PlainTap | None = None

@@ -15,6 +15,7 @@ class Seen:
         key: (batch, kv_heads, keys, width).
         logits: Softmax input instead of query and key, any layout described by `axes`.
         axes: One letter per axis of `logits`: g (batch or heads), q (queries), k (keys).
+        part: Child of the owner whose attention it is, where the owner ran it as one operation.
         interface: It was read from a call of transformers' attention interface.
         virtual_columns: Trailing key columns of `logits` that are learned sinks.
     """
@@ -32,6 +33,7 @@ class Seen:
     virtual_columns: int = 0
     interface: bool = False
     window: int | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,8 @@ class Window:
     def _receive(self, found: Found, owner: Owner) -> None:
         if not owner.continues(self._forward):
             self._next_forward(owner.forward)
+        if isinstance(found, Seen) and found.part:
+            owner = replace(owner, name=f"{owner.name}.{found.part}")
         if isinstance(found, Lost):
             (self.report.opaque if found.opaque else self.report.lost)[owner.name] = found.reason
             return

@@ -137,3 +137,55 @@ def test_whole_transformer_trains_the_same() -> None:
         losses.append(loss)
         models.append(model)
     assert_same_training(*models, tuple(losses))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("masked", ["", "src_key_padding_mask", "mask", "both"])
+def test_inference_fast_path(norm_first: bool, masked: str) -> None:
+    layer = nn.TransformerEncoderLayer(E, 4, 20, batch_first=True, norm_first=norm_first)
+    model = made(lambda: nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
+    x = tensor(B, T, E)
+    given: dict[str, Tensor] = {}
+    if masked in ("src_key_padding_mask", "both"):
+        given["src_key_padding_mask"] = torch.arange(T) >= torch.tensor([[T], [4], [3]])
+    if masked in ("mask", "both"):
+        given["mask"] = ~torch.ones(T, T, dtype=torch.bool).tril()
+    slow, *_ = capture(model, lambda: model(x, **given))
+    with torch.no_grad():
+        expected = model(x, **given)
+        fast, report, out = capture(model, lambda: model(x, **given))
+    assert set(report.way.values()) == {"native"}
+    assert report.complete
+    assert torch.equal(out, expected)
+    assert set(fast.stats) == set(slow.stats) == {"layers.0.self_attn", "layers.1.self_attn"}
+    for name, want in slow.stats.items():
+        got = fast.stats[name]
+        assert torch.equal(got.kind, want.kind)
+        torch.testing.assert_close(got.total_entropy, want.total_entropy, atol=1e-9, rtol=0)
+        torch.testing.assert_close(got.sink_mass, want.sink_mass, atol=1e-9, rtol=0)
+
+
+def test_fast_path_of_attention_alone() -> None:
+    model = made(lambda: nn.MultiheadAttention(E, 4, batch_first=True)).eval()
+    x = tensor(B, T, E)
+    slow, *_ = capture(model, lambda: model(x, x, x))
+    with torch.no_grad():
+        fast, report, _ = capture(model, lambda: model(x, x, x))
+    assert report.way == {"MultiheadAttention": "native"}
+    (want,), (got,) = slow.stats.values(), fast.stats.values()
+    torch.testing.assert_close(got.total_entropy, want.total_entropy, atol=1e-9, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # nested tensors are a prototype
+def test_nested_tensors_of_the_fast_path_are_reported() -> None:
+    layer = nn.TransformerEncoderLayer(E, 4, 20, batch_first=True)
+    model = made(lambda: nn.TransformerEncoder(layer, 2)).eval()
+    padding = torch.arange(T) >= torch.tensor([[T], [4], [3]])
+    with torch.no_grad():
+        measured, report, _ = capture(
+            model, lambda: model(tensor(B, T, E), src_key_padding_mask=padding)
+        )
+    assert not measured.stats
+    assert all("nested" in reason for reason in report.opaque.values())
+    assert "nested" in report.describe()
+    assert not report.unseen
