@@ -249,7 +249,7 @@ class Sweep:
             e.masked_fill_(~finite[..., None], 0.0)
         place = pairs.b0 * self.heads + pairs.h0
         columns = self.columns[place : place + b * h, :, block.start : block.stop]
-        columns.baddbmm_(share.view(b * h, 1, r), e.view(b * h, r, n))
+        columns.baddbmm_(share.reshape(b * h, 1, r), e.view(b * h, r, n))
 
         numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.scatter]
         numbers += [plan.visible.expand(b, h, r), plan.content.expand(b, h, r)]

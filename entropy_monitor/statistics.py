@@ -212,6 +212,7 @@ def _check_rows(rows: Tensor, batch: int, t_q: int) -> Tensor:
 def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     """Sums -> statistics, for all rows at once."""
     m = sums.content
+    zero, one = m.new_zeros(()), m.new_ones(())
     sink_top, sink_lse, sigma, sink_entropy = _sink(sums)
     has_sink = sink_top > -torch.inf
     # NaN and infinities of either sign end up as a failed comparison.
@@ -223,26 +224,26 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     both = content & has_sink
 
     # Rows that do not count get sums that make every formula give 0.
-    size = torch.where(counted, m, 1.0)
-    mass = torch.where(counted, sums.mass, 1.0)
-    drop = torch.where(counted, sums.drop, 0.0) * _LOG_2
-    first = torch.where(counted, sums.first, 0.0) * _LOG_2
-    scatter = torch.where(counted, sums.scatter, 0.0) * _LOG_2**2
+    size = torch.where(counted, m, one)
+    mass = torch.where(counted, sums.mass, one)
+    drop = torch.where(counted, sums.drop, zero) * _LOG_2
+    first = torch.where(counted, sums.first, zero) * _LOG_2
+    scatter = torch.where(counted, sums.scatter, zero) * _LOG_2**2
     log_mass, log_size = mass.log(), size.log()
     content_entropy = log_mass - drop / mass
-    evenness = (content_entropy / torch.where(counted, log_size, 1.0)).clamp_(max=1.0)
+    evenness = (content_entropy / torch.where(counted, log_size, one)).clamp_(max=1.0)
     concentration = (log_size - content_entropy).clamp_(min=0.0)
-    logit_range = -first / size
+    logit_range = first.abs_() / size
 
     # sink_lse is relative to sink_top: no two large numbers are subtracted after being rounded.
-    log_odds = torch.where(both, (sink_top - sums.top) + sink_lse - log_mass, 0.0)
+    log_odds = torch.where(both, (sink_top - sums.top) + sink_lse - log_mass, zero)
     only_sink = (seen & has_sink & ~content).to(size.dtype)
     sink_mass = torch.where(both, torch.sigmoid(log_odds), only_sink)
     content_mass = torch.where(both, torch.sigmoid(-log_odds), content.to(size.dtype))
     # logsigmoid, since softplus gives up at 20.
     log_s, log_c = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
-    binary_entropy = torch.where(both, -sink_mass * log_s - content_mass * log_c, 0.0)
-    sink_entropy = torch.where(seen, sink_entropy, 0.0)
+    binary_entropy = torch.where(both, -sink_mass * log_s - content_mass * log_c, zero)
+    sink_entropy = torch.where(seen, sink_entropy, zero)
     total_entropy = binary_entropy + sink_mass * sink_entropy + content_mass * content_entropy
     top = torch.where(m >= 1, sums.top, -torch.inf)
 
@@ -261,10 +262,10 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
         sink_entropy=sink_entropy,
         evenness=evenness,
         concentration=concentration,
-        max_logit=torch.where(seen, torch.maximum(top, sink_top), 0.0),
+        max_logit=torch.where(seen, torch.maximum(top, sink_top), zero),
         logit_spread=(scatter / size).sqrt_(),
         logit_range=logit_range,
-        support=torch.where(kind == RowKind.EMPTY, 0, m).to(torch.int32),
+        support=torch.where(sums.visible > 0, m, zero).to(torch.int32),
         kind=kind,
         rows=index,
         best_column=column,
