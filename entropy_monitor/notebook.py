@@ -211,7 +211,10 @@ def change_html(
         chosen = sorted(ranked[:_TABLE_ROWS], key=layers.index)
         with_support = any(abs(row[4]) >= 5e-4 for row in chosen)
         heads = ["layer", "total", "sink", "content"] + ["support"] * with_support
-        rows = [[row[0], *(signed(value, 3) for value in row[1 : len(heads)])] for row in chosen]
+        rows = [
+            [name, *(signed(value, 3) for value in values[: len(heads) - 1])]
+            for name, *values in chosen
+        ]
         body.append(_table(heads, rows, hidden=len(layers) - len(chosen)))
     return _frame(body)
 

@@ -43,7 +43,9 @@ export function start(root, source, host) {
       const change = { step: alert.step === null || alert.step >= steps.at(-1) ? null : steps[positionOf(steps, alert.step)] };
       if (alert.layer_index !== null) Object.assign(change, { layer: alert.layer_index, head: alert.head ?? 0 });
       set(change);
-      map.element.scrollIntoView({ block: "nearest", behavior: "auto" });
+      // In one column the map may be far above the table; beside it, the page stays where it is.
+      const { top } = map.focus.getBoundingClientRect();
+      if (top < 0 || top > window.innerHeight - 120) map.element.scrollIntoView({ block: "start" });
     },
   };
 

@@ -138,12 +138,15 @@ export function makeHeatmap(actions) {
   function drawFrames(context, colors) {
     const { labelWidth, rowHeight, cell, top } = geometry;
     for (const frame of view.frames) {
-      const heads = view.layers[frame.layer].heads;
+      const model = frame.layer === null;
+      const heads = model ? geometry.heads : view.layers[frame.layer].heads;
       const x = labelWidth + (frame.head ?? 0) * cell;
+      const y = top + (frame.layer ?? 0) * rowHeight;
       const width = frame.head === null ? heads * cell : cell;
-      outline(context, x, top + frame.layer * rowHeight, width, rowHeight, colors.card, 3);
+      const height = model ? rowHeight * view.layers.length : rowHeight;
+      outline(context, x, y, width, height, colors.card, 3);
       context.setLineDash(frame.severity === "info" ? [3, 2] : []);
-      outline(context, x, top + frame.layer * rowHeight, width, rowHeight, colors[frame.severity], 2);
+      outline(context, x, y, width, height, colors[frame.severity], 2);
       context.setLineDash([]);
     }
     const { layer, head } = view.selected;
@@ -186,8 +189,9 @@ export function makeHeatmap(actions) {
   }
 
   function frameText(layer, head) {
-    const found = view.frames.filter((one) => one.layer === layer && (one.head === head || one.head === null));
-    return found.map((one) => `${one.severity}: ${one.kind.replaceAll("_", " ")}${one.head === null ? " (layer)" : ""}, step ${one.step.toLocaleString("en-US")}`);
+    const found = view.frames.filter((one) => (one.layer === layer || one.layer === null) && (one.head === head || one.head === null));
+    const level = (one) => (one.layer === null ? " (model)" : one.head === null ? " (layer)" : "");
+    return found.map((one) => `${one.severity}: ${one.kind.replaceAll("_", " ")}${level(one)}, step ${one.step.toLocaleString("en-US")}`);
   }
 
   canvas.addEventListener("pointermove", (event) => {
@@ -266,11 +270,12 @@ export function makeHeatmap(actions) {
   };
 }
 
-// Alerts up to a step as frames: one per head or layer, the worst one.
+// Alerts up to a step as frames: one per head, layer and for the model, the worst one.
 export function framesOf(alerts, step, layers) {
   const worst = new Map();
   for (const alert of alerts) {
-    if (alert.layer_index === null || alert.step === null || alert.step > step || !layers[alert.layer_index]) continue;
+    const known = alert.layer === null || (alert.layer_index !== null && layers[alert.layer_index]);
+    if (!known || alert.step === null || alert.step > step) continue;
     const head = alert.level === "head" ? alert.head : null;
     const key = `${alert.layer_index}/${head}`;
     const before = worst.get(key);
@@ -278,6 +283,7 @@ export function framesOf(alerts, step, layers) {
       worst.set(key, { layer: alert.layer_index, head, severity: alert.severity in RANK ? alert.severity : "info", kind: alert.kind, step: alert.step });
     }
   }
-  // Layers first, so that a head's frame lies on top of its layer's.
-  return [...worst.values()].sort((a, b) => (a.head === null ? 0 : 1) - (b.head === null ? 0 : 1) || RANK[a.severity] - RANK[b.severity]);
+  // The wider first, so that a head's frame lies on top of its layer's and the model's.
+  const width = (one) => (one.layer === null ? 0 : one.head === null ? 1 : 2);
+  return [...worst.values()].sort((a, b) => width(a) - width(b) || RANK[a.severity] - RANK[b.severity]);
 }
