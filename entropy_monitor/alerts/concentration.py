@@ -90,16 +90,19 @@ def at_random(view: View, where: Mask) -> Mask:
     """Groups whose concentrated heads pick their keys no better than random logits would.
 
     The third witness. Copying and induction heads concentrate as far as a collapsed head does, but
-    with less logit spread: their `View.waste` is about 1 nat, that of collapsing heads 1.4 to 5.
-    Beyond ``error_spread`` times the bound it is not asked. Worked out only if ``where`` has a use.
+    with less logit spread: their `View.waste` is about 1 nat, up to 2 while they are learning; that
+    of collapsing heads is 1.4 to 5, at the lower end where a whole model starts with random logits.
+    A model beyond ``error_spread`` times its bound is not asked. Worked out only where of use.
     """
     rule = view.policy.concentration
     if not where.any() or not view.has_spread:
         return np.ones_like(where)
-    far = view.log_spread > bounds(view)[1] + np.log(rule.error_spread)
     waste = view.waste
     with np.errstate(invalid="ignore"):
-        return np.asarray(far | np.isnan(waste) | (waste > rule.waste))
+        random = waste > view.by_level(rule.waste_model, rule.waste_layer, rule.waste_head)
+    random |= np.isnan(waste)
+    random[0] |= view.log_spread[0] > bounds(view)[1][0] + np.log(rule.error_spread)
+    return np.asarray(random)
 
 
 def _grew(view: View) -> Mask:

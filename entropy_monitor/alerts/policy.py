@@ -49,8 +49,10 @@ class ConcentrationRule:
         head_growth: A single head alarms only if its kap also grew by this factor over its slow
             average or the
             baseline: heads that are concentrated and stay so are normal.
-        waste: Entropy times kap, in nats, of the concentrated heads, below which they are taken for
-            heads that have learned what to look for (copying, induction). Gaussian logits: 1.5.
+        waste_model: Entropy times kap, in nats, of the concentrated heads, below which they are
+            taken for heads that have learned what to look for. Gaussian logits: 1.5.
+        waste_layer: The same for a layer, in which all heads may well copy or look at positions.
+        waste_head: The same for one head.
         error_spread: A warning becomes an error when kap exceeds this many times its bound at
             layer or model level.
         error_after: ...and has done so for this many steps.
@@ -69,7 +71,9 @@ class ConcentrationRule:
     drop_below: float = 0.40
     drop_spread: float = 0.8
     head_growth: float = 2.0
-    waste: float = 1.35
+    waste_model: float = 1.35
+    waste_layer: float = 2.2
+    waste_head: float = 3.0
     error_spread: float = 2.0
     error_after: float = 30.0
     alone: float = 0.6
@@ -89,7 +93,9 @@ class ConcentrationRule:
             "spread_layer",
             "spread_head",
             "drop_spread",
-            "waste",
+            "waste_model",
+            "waste_layer",
+            "waste_head",
             "error_after",
         ):
             _check(self, name, 0.0)

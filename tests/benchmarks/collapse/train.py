@@ -46,7 +46,7 @@ class Module(pl.LightningModule):
         self.run, self.stream = run, Stream(run.data, seed)
         self.model = Model(run)
         self.losses: list[tuple[int, float, float, float]] = []
-        self.norm = float("nan")
+        self.norm = self.last = float("nan")
 
     def train_dataloader(self) -> Any:
         return DataLoader(range(self.run.steps), batch_size=None)
@@ -60,9 +60,14 @@ class Module(pl.LightningModule):
         tokens, targets = self.stream.batch(step, run.batch, length)
         tokens, targets = self._spoil(tokens, targets, step)
         loss = self._loss(tokens, targets)
-        if step % max(run.every, 10) == 0:
-            self.losses.append((step, float(loss.detach()), self._validate(), self.norm))
+        self.last = float(loss.detach())
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        # Not in the training step: the callback would measure this forward as well.
+        step = int(batch)
+        if step % max(self.run.every, 10) == 0:
+            self.losses.append((step, self.last, self._validate(), self.norm))
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
