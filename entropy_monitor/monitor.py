@@ -6,7 +6,7 @@ without attention says what was looked for.
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -78,6 +78,7 @@ class AttentionMonitor:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module; got {type(model).__name__}.")
         check_options(sink=sink, rows=rows, on_error=on_error)
+        check_patterns(layers, attention_modules)
         self.model = model
         self.enabled = True
         self.report: CaptureReport | None = None
@@ -93,6 +94,8 @@ class AttentionMonitor:
         self._step: int | None = None
         self._rank, self._world = 0, 1
         self._sink_keys: Tensor | None = None
+        self._tokens_fit = False
+        self._inside = False
         positions = sink if isinstance(sink, Sequence) and not isinstance(sink, str) else [sink]
         self._absent = {p for p in positions if isinstance(p, int)}
         self._told: set[str] = set()
@@ -108,7 +111,9 @@ class AttentionMonitor:
     ) -> Iterator[None]:
         """Measure every attention computed by the model inside this block.
 
-        Blocks of the same step add up (micro-batches); a new step, or none, starts anew.
+        Blocks of the same step add up (micro-batches); a new step, or none, starts anew. A block
+        within a block of the same monitor adds nothing. If the block raises, what was measured of
+        its step is dropped: a part of a forward is not a measurement, and a retry starts anew.
 
         Args:
             step: Optimiser step.
@@ -123,13 +128,20 @@ class AttentionMonitor:
                 "`input_ids` must be the batch's token ids where the sink is given by token ids; "
                 "got None."
             )
+        if self._inside:
+            yield  # the outer block measures this forward already
+            return
         window = ExitStack()
         report = self._open(window, step, input_ids)
+        self._inside = True
         try:
             yield
         except BaseException:
             self._close(window, None)  # the model's error goes on, whatever ours does
+            self._sums, self._row_values = {}, {}
             raise
+        finally:
+            self._inside = False
         self._close(window, report)
 
     def snapshot(self) -> Snapshot:
@@ -180,6 +192,14 @@ class AttentionMonitor:
     def _find_tokens(self, input_ids: Tensor | None) -> Tensor | None:
         if not isinstance(self._sink, Mapping) or input_ids is None:
             return None
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+            given = (
+                tuple(input_ids.shape)
+                if isinstance(input_ids, Tensor)
+                else type(input_ids).__name__
+            )
+            raise ValueError(f"`input_ids` must be a tensor (batch, tokens); got {given}.")
+        self._tokens_fit = False
         wanted = torch.tensor(list(self._sink["token_ids"]), device=input_ids.device)
         return torch.isin(input_ids.detach(), wanted)
 
@@ -223,6 +243,7 @@ class AttentionMonitor:
         if self._sink_keys is not None:
             # Cross-attention looks at other tokens than the ids that were given.
             fits = tuple(self._sink_keys.shape) == (call.shape[0], keys)
+            self._tokens_fit = self._tokens_fit or fits
             return self._sink_keys if fits else "none"
         return "first" if self._sink == "auto" else self._sink
 
@@ -235,6 +256,11 @@ class AttentionMonitor:
                 f"got {sorted(self._absent)}, which no attention of this batch has."
             )
         self._absent = set()
+        if self._sink_keys is not None and self._sums and not self._tokens_fit:
+            raise ValueError(
+                "`input_ids` must have the shape (batch, keys) of an attention of this forward; "
+                f"got {tuple(self._sink_keys.shape)}, which fits none."
+            )
         if self._auto is not None:
             self._auto.close_window()
         if not report.seen:
@@ -266,8 +292,9 @@ def check_options(*, sink: Any, rows: Any, on_error: Any) -> None:
     if isinstance(sink, str):
         allowed = sink in _NAMED_SINKS
     elif isinstance(sink, Mapping):
-        allowed = set(sink) == {"token_ids"} and all(isinstance(i, int) for i in sink["token_ids"])
-        allowed = allowed and len(sink["token_ids"]) > 0
+        ids = sink.get("token_ids") if len(sink) == 1 else None
+        listed = isinstance(ids, Collection) and not isinstance(ids, (str, Mapping))
+        allowed = listed and bool(ids) and all(isinstance(i, int) for i in ids or ())
     elif isinstance(sink, Sequence):
         allowed = len(sink) > 0 and all(
             isinstance(i, int) and not isinstance(i, bool) for i in sink
@@ -279,6 +306,28 @@ def check_options(*, sink: Any, rows: Any, on_error: Any) -> None:
         raise ValueError(
             f"`sink` must be one of {names}, key positions, or {{'token_ids': [...]}}; "
             f"got {sink!r}."
+        )
+
+
+def check_patterns(layers: Any, attention_modules: Any) -> None:
+    """Check the shell patterns.
+
+    Raises:
+        ValueError: If one has a value that is not allowed; the message names it.
+    """
+    patterns = [layers] if isinstance(layers, str) else layers
+    if patterns is not None and not (
+        isinstance(patterns, Sequence)
+        and len(patterns) > 0
+        and all(isinstance(pattern, str) for pattern in patterns)
+    ):
+        raise ValueError(
+            f"`layers` must be a shell pattern, a list of them, or None for all; got {layers!r}."
+        )
+    if attention_modules is not None and not isinstance(attention_modules, str):
+        raise ValueError(
+            "`attention_modules` must be a shell pattern of class names or None; "
+            f"got {attention_modules!r}."
         )
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from entropy_monitor import AttentionMonitor
 from entropy_monitor.calls import select_rows
-from entropy_monitor.monitor import check_options
+from entropy_monitor.monitor import check_options, check_patterns
 from entropy_monitor.pipeline import EntropyMonitorWarning
 
 
@@ -211,6 +211,43 @@ def test_model_error_goes_through_and_leaves_nothing(model):
     assert measured(monitor, ids()).layers
 
 
+def test_a_forward_that_failed_is_not_merged_with_its_retry(model):
+    monitor = watch(model)
+    expected = measured(monitor, ids(), step=0).to_dict()
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), monitor.observe(1):
+        model(ids())
+    hook.remove()
+    assert monitor.snapshot().layers == ()
+    assert measured(monitor, ids(), step=1).to_dict() == expected
+
+
+def test_a_window_in_a_window_counts_nothing_twice(model):
+    monitor = watch(model)
+    expected = measured(monitor, ids(), step=0).to_dict()
+    with monitor.observe(1), monitor.observe(1):
+        model(ids())
+    assert monitor.snapshot().to_dict() == expected
+    assert measured(monitor, ids(), step=2).to_dict() == expected
+
+
+@pytest.mark.parametrize("given", [torch.ones(5).long(), torch.ones(2, 3).long()])
+def test_token_ids_that_fit_no_attention_are_told(model, given):
+    monitor = AttentionMonitor(model, sink={"token_ids": [4]}, on_error="raise")
+    with pytest.raises(ValueError, match="`input_ids` must"), monitor.observe(0, input_ids=given):
+        model(ids())
+    assert monitor.snapshot().layers == ()
+
+
+@pytest.mark.parametrize(
+    "option", [{"layers": 5}, {"layers": []}, {"layers": [1]}, {"attention_modules": 3}]
+)
+def test_patterns_must_be_text(option):
+    options = {"layers": None, "attention_modules": None, **option}
+    with pytest.raises(ValueError, match=f"`{next(iter(option))}` must .*; got"):
+        check_patterns(**options)
+
+
 def test_nothing_is_installed_on_the_model(model):
     state = {name: dict(vars(module)) for name, module in model.named_modules()}
     measured(watch(model), ids())
@@ -255,7 +292,9 @@ def test_a_model_without_attention_says_what_was_looked_for():
     assert "softmax" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("sink", ["second", [], [1.5], {"token_ids": []}, {"ids": [1]}, True, None])
+@pytest.mark.parametrize(
+    "sink", ["second", [], [1.5], {"token_ids": []}, {"token_ids": 5}, {"ids": [1]}, True, None]
+)
 def test_bad_sinks_are_named(sink):
     with pytest.raises(ValueError, match="`sink` must be one of"):
         check_options(sink=sink, rows=None, on_error="warn")
