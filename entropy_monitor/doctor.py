@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -331,7 +332,8 @@ def _shorten(config: Any, layers: int) -> None:
                 setattr(part, name, min(depth, layers))
         kinds = getattr(part, "layer_types", None)
         if isinstance(kinds, list):
-            part.layer_types = kinds[:layers]
+            with suppress(AttributeError):  # made from the depth, as Mamba's is
+                part.layer_types = kinds[:layers]
 
 
 def _inputs(config: Any, model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:

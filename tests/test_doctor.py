@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from entropy_monitor.cli import main
-from entropy_monitor.doctor import diagnose
+from entropy_monitor.doctor import _shorten, diagnose
 
 pytest.importorskip("transformers")
 
@@ -72,6 +72,15 @@ def test_a_model_type_by_name(capsys):
     code, found = report(capsys, "gpt2", "--layers", "1", "--length", "8")
     assert code == 0
     assert len(found["layers"]) == 1
+
+
+def test_a_configuration_that_makes_its_layer_types_from_its_depth():
+    from transformers import MambaConfig
+
+    config = MambaConfig(num_hidden_layers=3)
+    _shorten(config, 2)
+    assert config.num_hidden_layers == 2
+    assert len(config.layer_types) == 2
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "vit", "clip"])
