@@ -401,8 +401,12 @@ def attribute_change(before: "Snapshot", after: "Snapshot") -> EntropyChange:
         The change, per head and on average.
 
     Raises:
+        TypeError: If one of the two is not a snapshot.
         ValueError: If the snapshots share no layer, or a layer changed its number of heads.
     """
+    for argument, given in (("before", before), ("after", after)):
+        if not hasattr(given, "pairs_with"):
+            raise TypeError(f"`{argument}` must be a Snapshot; got {type(given).__name__}.")
     shared = [name for name in after.layers if name in before.layers]
     if not shared:
         raise ValueError(

@@ -246,6 +246,11 @@ def test_snapshots_without_a_common_layer_are_refused():
         attribute_change(snapshot(call(1)), Snapshot())
 
 
+def test_what_is_no_snapshot_is_refused():
+    with pytest.raises(TypeError, match="`before` must be a Snapshot; got dict"):
+        attribute_change.__wrapped__({}, Snapshot())
+
+
 def test_other_head_count_is_refused():
     with pytest.raises(ValueError, match="got 3 and 2"):
         attribute_change(snapshot(call(1)), snapshot(call(1, heads=2)))
