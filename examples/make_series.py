@@ -5,9 +5,9 @@ one without. Each leaves 15 checkpoints ``step0 ... step320`` (float16 safetenso
 ``config.json``, and ``tokens.npy``: 32 sequences it never saw. Replaying them shows what
 `entropy-monitor replay` does, in seconds and without a download:
 
-    python examples/make_series.py                      # writes
-    examples/series/{with-bos,without-bos} entropy-monitor replay examples/series/with-bos --tokens
-    examples/series/with-bos/tokens.npy
+    python examples/make_series.py      # writes examples/series/{with-bos,without-bos}
+    cd examples/series
+    entropy-monitor replay with-bos --tokens with-bos/tokens.npy
 """
 
 import argparse

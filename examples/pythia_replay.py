@@ -4,9 +4,8 @@ Papamichalis and Ruane (arXiv 2608.14712) report that the sink explains 30 % of 
 parameters, 95 % at 1B and 79 % at 1.4B. Whoever can reach the hub can check it; the text is any
 file of a few thousand words:
 
-    python examples/pythia_replay.py --text corpus.txt                            # 70m, 26 GB in
-    all, 0.35 GB at once python examples/pythia_replay.py --text corpus.txt --sizes 70m 1b 1.4b
-    --revisions log --yes
+    python examples/pythia_replay.py --text corpus.txt     # 70m: 26 GB in all, 0.35 GB at once
+    python examples/pythia_replay.py --text corpus.txt --sizes 70m 1b 1.4b --revisions log
 
 A stopped run goes on with the same command. Each size leaves a run for TensorBoard and
 `entropy-monitor report`.

@@ -123,7 +123,7 @@ def _ready(model: nn.Module, prefix: str, digest: str, spec: ModelSpec) -> Loade
         ) from error
     return LoadedModel(
         model=nest(model, prefix),
-        forward=_forward(model, spec.device),
+        forward=forward_of(model, spec.device),
         weights_sha256=digest,
         parameters=parameters,
     )
@@ -327,7 +327,8 @@ def nest(model: nn.Module, prefix: str) -> nn.Module:
     return model
 
 
-def _forward(model: nn.Module, device: str) -> Callable[[Tensor], None]:
+def forward_of(model: nn.Module, device: str) -> Callable[[Tensor], None]:
+    """Return how to run a model on token ids, without what attention does not need."""
     parameters = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {}
     if "use_cache" in parameters:

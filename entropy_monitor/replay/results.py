@@ -263,11 +263,13 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     if changed:
         lines += _describe_change(summary)
     sinks = summary["sinks"]
-    what = f"keep more than {FORMED_ABOVE} of their attention on the sink"
+    what = f"end with more than {FORMED_ABOVE} of their attention on the sink"
     lines.append(f"{sinks['formed']} of {sinks['heads']} heads {what}")
     if sinks["formed"] and changed:
         when = f"the first from step {sinks['first_step']} on"
-        lines[-1] += f": {when}, half of them from step {sinks['median_step']} on"
+        lines[-1] += f": {when}"
+        if sinks["formed"] > 1:
+            lines[-1] += f", half of them from step {sinks['median_step']} on"
     by_status: dict[str, list[str]] = {}
     for line in summary["checkpoints"]:
         if line["status"] != "measured":

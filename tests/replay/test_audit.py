@@ -214,8 +214,9 @@ def test_window_hides_the_sink():
     tokens = np.random.default_rng(0).integers(0, 50, (1, 20))
     seen = audit_model(model, tokens, AuditSettings(rows=50, clusters=2))
     assert seen.rows == 2  # rows 4 and 5 of 4..19 still see key 0
+    longer = np.random.default_rng(0).integers(0, 50, (1, 64))
     with pytest.raises(ReplayError, match="nothing to compare"):
-        audit_model(model, tokens, AuditSettings(rows=1, sink=(0,)))
+        audit_model(model, longer, AuditSettings(rows=4))  # from row 8 on
 
 
 def test_more_heads_than_wanted_are_drawn(gpt):

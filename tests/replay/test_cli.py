@@ -25,7 +25,7 @@ def test_replay_prints_the_attribution(few, tmp_path, capsys):
     assert "% sink" in out
     assert "[4/4] step320: measured" in out
     assert "ordered splits" in out
-    assert "1 of 1 heads keep more than 0.3" in out
+    assert "1 of 1 heads end with more than 0.3" in out
 
 
 def test_problems_are_in_the_summary_and_the_exit_code(few, tmp_path, capsys):
