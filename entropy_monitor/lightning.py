@@ -8,13 +8,14 @@ Works with ``pytorch_lightning`` and with ``lightning.pytorch``, whichever is lo
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from entropy_monitor.distributed import reduce_snapshot
+from entropy_monitor.distributed import Ranks
 from entropy_monitor.monitor import AttentionMonitor, Sink, check_options
 from entropy_monitor.names import CHANGE_PREFIX, STAT_PREFIX
 from entropy_monitor.one_shot import arm, disarm
@@ -156,6 +157,8 @@ class EntropyMonitor(pl.Callback):
         self._monitor: AttentionMonitor | None = None
         self._pending: int | None = None  # the step whose micro-batches are being measured
         self._armed: tuple[Any, Any] | None = None
+        self._failed = False
+        self._ranks = Ranks()
         self._told: set[str] = set()
 
     @property
@@ -178,14 +181,20 @@ class EntropyMonitor(pl.Callback):
         """Baseline, last change and writers."""
         return self._pipeline
 
-    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Make the monitor and the writers of this run."""
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Make the monitor and the writers of this run, its state being restored by now."""
         self._told = set()
         self._pending = None
+        self._failed = False
+        self._ranks = Ranks()
         with self._guarded("could not start"):
+            self._ranks.prepare()
+            if trainer.global_step == 0:
+                self._pipeline.restart()  # the callback may have served another run
             self._monitor = AttentionMonitor(
                 pl_module, keep_rows=self._probe is not None, **self._options
             )
+            self._monitor.ranks = self._ranks
             self._open_writers(trainer)
             for action in self._on_alert:
                 if hasattr(action, "setup_trainer"):
@@ -195,23 +204,20 @@ class EntropyMonitor(pl.Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Arm the measurement of this batch's forward pass, or run the probe."""
-        monitor, step = self._monitor, _step(trainer)
-        if monitor is None or not (step == self._pending or self._due(step)):
+        monitor = self._monitor
+        if monitor is None or self._failed:
             return
-        if self._probe is not None:
-            self._run_probe(trainer, pl_module, step)
-            return
-        self._pending = step
-        if not monitor.enabled:
-            return
-        with self._guarded("could not read the batch"):
-            input_ids = _input_ids(batch, self._options["sink"])
-
-            def around(*_: Any, **__: Any) -> AbstractContextManager[None]:
-                return monitor.observe(step, input_ids=input_ids)
-
-            self._armed = (trainer.strategy, around)
-            arm(trainer.strategy, "training_step", around)
+        with self._guarded("could not begin a step"):
+            self._disarm()  # of a batch that was skipped
+            step = _step(trainer)
+            if step != self._pending and not self._due(step):
+                return
+            if self._probe is not None:
+                self._run_probe(trainer, pl_module, step)
+                return
+            self._pending = step
+            if monitor.enabled:
+                self._arm(trainer, monitor, step, _input_ids(batch, self._options["sink"]))
 
     def on_train_batch_end(
         self,
@@ -222,34 +228,32 @@ class EntropyMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Emit once per optimiser step, after its last micro-batch."""
-        self._disarm()
-        if self._pending is None or self._monitor is None or not _stepped(trainer):
-            return
-        self._pending = None
         monitor = self._monitor
-        snapshot = Snapshot(step=_step(trainer))
-        if monitor.enabled:
-            with self._guarded("could not collect a snapshot"):
-                snapshot = monitor.snapshot()
-        with self._guarded("could not add up the ranks"):
+        if monitor is None or self._failed:
+            return
+        with self._guarded("could not end a step"):
+            self._disarm()
+            if self._pending is None or not _stepped(trainer):
+                return
+            step, self._pending = self._pending, None
             # Every rank takes part, also one whose monitor is off, so that none waits for it.
-            snapshot = reduce_snapshot(snapshot)
-        if monitor.enabled or snapshot.layers:
-            self._emit(trainer, pl_module, snapshot)
+            self._emit(trainer, pl_module, monitor.reduced_snapshot(step))
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Measure the final weights with the probe, and close the record."""
-        if self._probe is not None and self._monitor is not None and trainer.global_step > 0:
-            last = self._pipeline.last
-            if last is None or last.step != _step(trainer):
-                self._run_probe(trainer, pl_module, _step(trainer), log=False)
+        with self._guarded("could not measure the final weights"):
+            if self._probe is not None and self._monitor is not None and not self._failed:
+                last, step = self._pipeline.last, _step(trainer)
+                if trainer.global_step > 0 and (last is None or last.step != step):
+                    self._run_probe(trainer, pl_module, step, log=False)
         self._finish()
 
     def on_exception(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
     ) -> None:
         """Leave nothing behind: after an exception Lightning calls this hook alone."""
-        self._finish()
+        with suppress(Exception):  # the error to be seen is the one that ended the run
+            self._finish()
 
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Leave nothing behind."""
@@ -258,38 +262,59 @@ class EntropyMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain types: baseline, state of the alerts, folder of the record."""
-        return {**self._pipeline.state_dict(), "record": self._record_folder}
+        try:
+            return {**self._pipeline.state_dict(), "record": self._record_folder}
+        except Exception as error:  # the checkpoint is worth more than our part of it
+            self._failed_at("its state is missing in a checkpoint", error)
+            return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the baseline, alerts and record of the interrupted run."""
-        with self._guarded("could not restore its state; the baseline starts anew"):
+        try:
             self._pipeline.load_state_dict(state_dict)
-            self._record_folder = state_dict.get("record")
+            folder = state_dict.get("record")
+            self._record_folder = folder if isinstance(folder, str) else None
+        except Exception as error:
+            self._failed_at("its saved state cannot be read", error)
 
     def _due(self, step: int) -> bool:
         with self._guarded("could not read the schedule"):
             return bool(self.schedule(step))
         return False
 
+    def _arm(
+        self, trainer: "pl.Trainer", monitor: AttentionMonitor, step: int, input_ids: Tensor | None
+    ) -> None:
+        def around(*_: Any, **__: Any) -> AbstractContextManager[None]:
+            return monitor.observe(step, input_ids=input_ids)
+
+        self._armed = (trainer.strategy, around)
+        arm(trainer.strategy, "training_step", around)
+
     def _open_writers(self, trainer: "pl.Trainer") -> None:
-        folder = self._choose_folder(trainer)  # on every rank: it may ask the other ranks
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             # The tab of a run belongs to the monitor without a name.
-            self._pipeline.add_writer(writer_for(logger, tab=not self.name))
-        if folder is not None:
-            self._record_folder = str(folder)
-            header = {key: value for key, value in self._options.items() if key != "on_error"}
-            record = f"entropy_monitor{'-' if self.name else ''}{self.name}"
-            self._pipeline.add_writer(RecordWriter(folder, header=header, name=record))
+            make = partial(writer_for, logger, tab=not self.name)
+            self._pipeline.add_writer(make, f"logger {type(logger).__name__}")
+        if self._record is not False:
+            self._pipeline.add_writer(partial(self._make_record, trainer), "the record")
 
-    def _choose_folder(self, trainer: "pl.Trainer") -> Path | None:
-        if self._record is False:
-            return None
+    def _make_record(self, trainer: "pl.Trainer") -> Writer:
+        folder = self._choose_folder(trainer)
+        header = {key: value for key, value in self._options.items() if key != "on_error"}
+        record = f"entropy_monitor{'-' if self.name else ''}{self.name}"
+        writer = RecordWriter(folder, header=header, name=record)
+        self._record_folder = str(folder)
+        return writer
+
+    def _choose_folder(self, trainer: "pl.Trainer") -> Path:
         if isinstance(self._record, str):
             return Path(self._record)
-        log_dir = trainer.log_dir if trainer.loggers else None
+        # As `trainer.log_dir` does, which asks all ranks; here one rank is alone.
+        logger = trainer.loggers[0] if trainer.loggers else None
+        log_dir = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
         if log_dir is not None and Path(log_dir) != Path(trainer.default_root_dir):
             return Path(log_dir)
         # A logger without a folder of its own (or none): a resumed run goes on in its folder, a new
@@ -303,15 +328,11 @@ class EntropyMonitor(pl.Callback):
     ) -> None:
         assert self._probe is not None
         assert self._monitor is not None
-        if not self._monitor.enabled:
-            return
+        move = trainer.strategy.batch_to_device
         with self._guarded("the probe failed"):
             with trainer.precision_plugin.val_step_context():
-                self._probe.run(
-                    pl_module, self._monitor, step, move=trainer.strategy.batch_to_device
-                )
-            # Every rank ran the same batch with the same weights: there is nothing to add up.
-            self._emit(trainer, pl_module, self._monitor.snapshot(), log=log)
+                self._probe.run(pl_module, self._monitor, step, move=move)
+            self._emit(trainer, pl_module, self._monitor.probed_snapshot(step), log=log)
 
     def _emit(
         self,
@@ -321,10 +342,14 @@ class EntropyMonitor(pl.Callback):
         *,
         log: bool = True,
     ) -> None:
-        with self._guarded("could not emit"):
-            emission = self._pipeline.emit(snapshot, write=trainer.is_global_zero)
-            if log and snapshot.layers:
-                self._log(pl_module, emission)
+        if not snapshot.layers and self._monitor is not None and not self._monitor.enabled:
+            self._give_up()
+            return
+        emission = self._pipeline.emit(
+            snapshot, write=trainer.is_global_zero, agree=self._ranks.agree
+        )
+        if log and snapshot.layers:
+            self._log(pl_module, emission)
 
     def _log(self, pl_module: "pl.LightningModule", emission: Emission) -> None:
         start = f"{self.name}/" if self.name else ""
@@ -360,22 +385,32 @@ class EntropyMonitor(pl.Callback):
         self._disarm()
         self._pending = None
         self._monitor = None
+        self._ranks = Ranks()
         self._pipeline.close()
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
+        """An error inside ends monitoring, here and on the other ranks, and nothing else."""
         try:
             yield
         except Exception as error:
-            if self._on_error == "raise":
-                raise
-            if self._monitor is not None:
-                self._monitor.enabled = False
-            warn_once(
-                f"entropy_monitor: {what}; it is switched off for the rest of the run and training "
-                f"goes on ({type(error).__name__}: {error}).",
-                self._told,
-            )
+            self._give_up()
+            self._failed_at(f"{what}; it is switched off for the rest of the run", error)
+
+    def _give_up(self) -> None:
+        self._failed = True
+        if self._monitor is not None:
+            self._monitor.enabled = False
+        with suppress(Exception):
+            self._ranks.leave()  # so that no other rank waits for this one
+
+    def _failed_at(self, what: str, error: Exception) -> None:
+        if self._on_error == "raise":
+            raise error
+        warn_once(
+            f"entropy_monitor: {what}, training goes on ({type(error).__name__}: {error}).",
+            self._told,
+        )
 
 
 def _step(trainer: "pl.Trainer") -> int:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from entropy_monitor.autosink import AutoSink
 from entropy_monitor.calls import AttentionCall, select_rows
 from entropy_monitor.capture import CaptureReport, CaptureSession
-from entropy_monitor.distributed import reduce_snapshot, world
+from entropy_monitor.capture.owners import head_count
+from entropy_monitor.distributed import HeadPart, Ranks, head_part, world
 from entropy_monitor.pipeline import warn_once
 from entropy_monitor.snapshot import HeadSums, RowValues, Snapshot, collect, row_values
 from entropy_monitor.statistics import measure_call
@@ -44,6 +45,9 @@ class AttentionMonitor:
             classes are not named so; only used to say what was not seen.
         keep_rows: Keep per-row values, so that two snapshots of the same batch are compared row by
             row.
+        head_group: With tensor parallelism, the ranks that share the heads of a layer: a process
+            group or a one-dimensional device mesh, in the order of their heads. ``"auto"`` finds
+            those of ``parallelize_module``; None says that every rank sees all heads.
         on_error: ``"warn"`` switches the monitor off with one warning on an error of its own,
             ``"raise"`` raises it after the forward pass.
 
@@ -73,6 +77,7 @@ class AttentionMonitor:
         layers: str | Sequence[str] | None = None,
         attention_modules: str | None = None,
         keep_rows: bool = False,
+        head_group: Any = "auto",
         on_error: str = "warn",
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -82,6 +87,7 @@ class AttentionMonitor:
         self.model = model
         self.enabled = True
         self.report: CaptureReport | None = None
+        self.ranks = Ranks()
         self._sink = sink
         self._auto = AutoSink() if sink == "auto" else None
         self._rows = rows
@@ -92,7 +98,9 @@ class AttentionMonitor:
         self._sums: dict[str, HeadSums] = {}
         self._row_values: dict[str, RowValues] = {}
         self._step: int | None = None
-        self._rank, self._world = 0, 1
+        self._head_group = head_group
+        self._parts: dict[str, HeadPart] = {}
+        self._world = world()
         self._sink_keys: Tensor | None = None
         self._tokens_fit = False
         self._inside = False
@@ -132,13 +140,13 @@ class AttentionMonitor:
             yield  # the outer block measures this forward already
             return
         window = ExitStack()
-        report = self._open(window, step, input_ids)
         self._inside = True
         try:
+            report = self._open(window, step, input_ids)
             yield
         except BaseException:
             self._close(window, None)  # the model's error goes on, whatever ours does
-            self._sums, self._row_values = {}, {}
+            self._sums, self._row_values = {}, {}  # a part of a step is not a measurement
             raise
         finally:
             self._inside = False
@@ -148,9 +156,38 @@ class AttentionMonitor:
         """What was measured at the current step, on this process alone; empty if nothing was."""
         return collect(self._sums, step=self._step, rows=self._row_values)
 
-    def reduced_snapshot(self) -> Snapshot:
-        """What was measured at the current step on all processes; every process must call it."""
-        return reduce_snapshot(self.snapshot())
+    @property
+    def shares_heads(self) -> bool:
+        """Whether this process was seen to measure only a part of the heads of a layer."""
+        return any(part.count > 1 for part in self._parts.values())
+
+    def reduced_snapshot(self, step: int | None = None) -> Snapshot:
+        """What was measured at the current step on all processes; every process must call it.
+
+        Args:
+            step: The step, for a process that may have measured nothing at it.
+
+        Raises:
+            ValueError: If processes measured different steps, or layers with different heads.
+            RuntimeError: If a process did not come within five minutes.
+        """
+        return self.ranks.reduce(self._at(step), self._parts)
+
+    def probed_snapshot(self, step: int | None = None) -> Snapshot:
+        """The same where all processes measured one and the same batch with the same weights.
+
+        There is nothing to add up then, but heads that processes share are put together.
+        """
+        if not self.shares_heads:
+            return self._at(step)
+        first = all(part.replica == 0 for part in self._parts.values())
+        mine = self._at(step) if first else Snapshot(step=self._step if step is None else step)
+        return self.ranks.reduce(mine, self._parts)
+
+    def _at(self, step: int | None) -> Snapshot:
+        if step is None or step == self._step:
+            return self.snapshot()
+        return Snapshot(step=step)
 
     def switch_off(self, error: BaseException) -> None:
         """Measure nothing from now on and say why once, or raise with ``on_error="raise"``."""
@@ -172,8 +209,9 @@ class AttentionMonitor:
         try:
             if step is None or step != self._step:
                 self._sums, self._row_values, self._step = {}, {}, step
+            if self._world != world():
+                self._world, self._parts = world(), {}
             self._sink_keys = self._find_tokens(input_ids)
-            self._rank, self._world = world()
             return window.enter_context(self._session.window(self._measure))
         except Exception as error:
             self._close(window, None)
@@ -214,23 +252,38 @@ class AttentionMonitor:
         sums = self._sums.get(name)
         if sums is None:
             sums = self._sums[name] = HeadSums(heads, device=device)
+        part = self._part(call)
         rows, weights = select_rows(
             queries,
             self._rows,
             batch=batch,
-            first_slot=self._slot(sums.slots),
-            slot_step=self._world,
+            first_slot=part.slot(sums.slots),
+            slot_step=part.replicas,
         )
         measured = measure_call(call, sink=self._sink_of(call), rows=rows, weights=weights)
-        sums.update(measured, weights, slot=self._slot)
+        sums.update(measured, weights, slot=part.slot)
         if self._keep_rows:
             kept = row_values(measured, weights)
             self._row_values[name] = _append(self._row_values.get(name), kept)
         if self._auto is not None:
             self._auto.update(measured)
 
-    def _slot(self, sequence: int) -> int:
-        return sequence * self._world + self._rank
+    def _part(self, call: AttentionCall) -> HeadPart:
+        name, heads, processes = call.name, call.shape[1], self._world[1]
+        if name not in self._parts:
+            module = self._session.owners.modules.get(call.owner, self.model)
+            self._parts[name] = head_part(module, self._head_group)
+            stated = head_count(module)
+            unsure = self._parts[name].count == 1 and self._head_group == "auto"
+            if unsure and _may_share(stated, heads, processes):
+                warn_once(
+                    f"entropy_monitor: layer {name} states {stated} heads, but {heads} were seen "
+                    "on this process. If processes share the heads of a layer (tensor "
+                    "parallelism), pass `head_group`, or heads of different processes are added "
+                    "up; None says that they do not.",
+                    self._told,
+                )
+        return self._parts[name]
 
     def _sink_of(self, call: AttentionCall) -> Any:
         keys = call.shape[3]
@@ -329,6 +382,13 @@ def check_patterns(layers: Any, attention_modules: Any) -> None:
             "`attention_modules` must be a shell pattern of class names or None; "
             f"got {attention_modules!r}."
         )
+
+
+def _may_share(stated: int | None, seen: int, processes: int) -> bool:
+    """Whether `processes` processes could each compute `seen` of `stated` heads."""
+    if stated is None or stated <= seen or stated % seen:
+        return False
+    return processes % (stated // seen) == 0
 
 
 def _append(before: RowValues | None, new: RowValues) -> RowValues:

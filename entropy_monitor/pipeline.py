@@ -10,6 +10,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ LAYER_STATISTICS = (
 """Statistics that are also written per layer by default."""
 
 Action = Callable[[Alert], None]
+Agree = Callable[[list[Alert]], list[Alert]]
 
 _log = logging.getLogger("entropy_monitor")
 
@@ -52,8 +54,12 @@ def warn_once(message: str, told: set[str]) -> None:
     told.add(message)
     try:
         warnings.warn(message, EntropyMonitorWarning, stacklevel=3)
-    except EntropyMonitorWarning:
+    except Exception:  # warnings are errors here, or the host replaced `warnings.showwarning`
         _log.warning(message)
+
+
+def _of_all_ranks(action: Action) -> bool:
+    return bool(getattr(action, "all_ranks", False))
 
 
 class Pipeline:
@@ -102,17 +108,29 @@ class Pipeline:
         self._told: set[str] = set()
         self._alerts = 0
 
-    def add_writer(self, writer: Writer) -> None:
-        """Send emissions to one more writer."""
-        self.writers.append(writer)
+    def add_writer(self, make: Callable[[], Writer], what: str) -> None:
+        """Send emissions to one more writer, or leave it out if it cannot be made.
 
-    def emit(self, snapshot: Snapshot, *, write: bool = True) -> Emission:
+        Args:
+            make: Makes the writer.
+            what: What it is, for the warning.
+        """
+        try:
+            self.writers.append(make())
+        except Exception as error:
+            self._failed(f"{what} cannot be written and is left out", error)
+
+    def emit(
+        self, snapshot: Snapshot, *, write: bool = True, agree: Agree = lambda alerts: alerts
+    ) -> Emission:
         """Attribute, judge and write one snapshot.
 
         Args:
             snapshot: What was measured, with a step; equal on all ranks.
-            write: False on ranks that do not write. Their alerts are decided all the same, and go
-                to actions that have a true attribute ``all_ranks`` only.
+            write: False on ranks that do not write: they only act on alerts, with actions that
+                have a true attribute ``all_ranks``.
+            agree: Gives every rank the alerts of rank 0, for these actions: what they do (stop,
+                save) is a decision of all ranks.
 
         Returns:
             The emission.
@@ -141,8 +159,10 @@ class Pipeline:
         self.last = emission
         if write:
             self._write(emission)
-        for alert in alerts:
-            self._act(alert, everywhere_only=not write)
+        for alert in alerts if write else ():
+            self._act(alert, together=False)
+        for alert in self._agreed(alerts, agree):
+            self._act(alert, together=True)
         return emission
 
     def close(self) -> None:
@@ -163,12 +183,27 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo `state_dict`: a resumed run attributes and alerts like an uninterrupted one."""
-        if state.get("baseline") is not None:
-            self.baseline = Snapshot.from_state_dict(state["baseline"])
-        if self._engine is not None and state.get("alerts") is not None:
-            self._engine.load_state_dict(state["alerts"])
-        self._alerts = int(state.get("alert_count", 0))
+        """Undo `state_dict`: a resumed run attributes and alerts like an uninterrupted one.
+
+        A state that cannot be read, or only in part, leaves everything as at the start of a run.
+        """
+        self.restart()
+        try:
+            count = int(state.get("alert_count", 0))
+            if state.get("baseline") is not None:
+                self.baseline = Snapshot.from_state_dict(state["baseline"])
+            if self._engine is not None and state.get("alerts") is not None:
+                self._engine.load_state_dict(state["alerts"])
+            self._alerts = count
+        except Exception as error:
+            self.restart()
+            self._failed("the saved state cannot be read; the baseline starts anew", error)
+
+    def restart(self) -> None:
+        """Forget the run before: no baseline, no history of alerts."""
+        self.baseline, self.change, self.last = None, None, None
+        self._engine = AlertEngine(self._policy) if self._policy is not None else None
+        self._alerts = 0
 
     def _update_baseline(self, snapshot: Snapshot) -> None:
         step = snapshot.step or 0
@@ -191,7 +226,9 @@ class Pipeline:
                 error,
             )
             self.baseline = snapshot
-            return attribute_change(snapshot, snapshot)
+        except Exception as error:
+            self._failed("the change since the baseline cannot be attributed", error)
+        return None
 
     def _judge(self, snapshot: Snapshot) -> list[Alert]:
         if self._engine is None:
@@ -256,15 +293,26 @@ class Pipeline:
                 writer.write(emission)
             except Exception as error:
                 self.writers.remove(writer)
+                with suppress(Exception):
+                    writer.close()
                 self._failed(
                     f"writer {type(writer).__name__} failed and is left out from now on",
                     error,
                 )
 
-    def _act(self, alert: Alert, *, everywhere_only: bool) -> None:
-        for action in list(self._actions):
-            # Stopping is a decision of all ranks; a message is sent once.
-            if everywhere_only and not getattr(action, "all_ranks", False):
+    def _agreed(self, alerts: list[Alert], agree: Agree) -> list[Alert]:
+        if not any(map(_of_all_ranks, self._actions)):
+            return []
+        try:
+            return agree(alerts)
+        except Exception as error:
+            self._actions = [action for action in self._actions if not _of_all_ranks(action)]
+            self._failed("actions that need all ranks are left out from now on", error)
+            return []
+
+    def _act(self, alert: Alert, *, together: bool) -> None:
+        for action in self._actions:
+            if _of_all_ranks(action) is not together:
                 continue
             try:
                 action(alert)

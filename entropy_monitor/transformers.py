@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from entropy_monitor.distributed import reduce_snapshot
+from entropy_monitor.distributed import Ranks
 from entropy_monitor.monitor import AttentionMonitor, Sink, check_options
 from entropy_monitor.names import CHANGE_NAMES, CHANGE_PREFIX, STAT_PREFIX
 from entropy_monitor.one_shot import arm, disarm
@@ -125,6 +126,8 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         self._monitor: AttentionMonitor | None = None
         self._pending: int | None = None
         self._around: Any = None
+        self._failed = False
+        self._ranks = Ranks()
         self._told: set[str] = set()
 
     @property
@@ -156,8 +159,12 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the monitor and the writers of this run."""
-        self._told, self._pending = set(), None
+        self._told, self._pending, self._failed = set(), None, False
+        self._ranks = Ranks()
         with self._guarded("could not start"):
+            self._ranks.prepare()
+            if state.global_step == 0:
+                self._pipeline.restart()  # the callback may have served another run
             trainer = self._trainer or _calling_trainer()
             if trainer is None:
                 raise RuntimeError(
@@ -168,6 +175,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
             self._monitor = AttentionMonitor(
                 model, keep_rows=self._probe is not None, **self._options
             )
+            self._monitor.ranks = self._ranks
             self._restore(args, state)
             if state.is_world_process_zero:
                 self._open_writers(args)
@@ -177,7 +185,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Arm the measurement of the coming forward pass, or run the probe."""
-        if self._monitor is None or not self._due(state.global_step):
+        if self._monitor is None or self._failed or not self._due(state.global_step):
             return
         if self._probe is not None:
             self._run_probe(state.global_step, control)
@@ -195,26 +203,23 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         self._disarm()
         monitor, step = self._monitor, self._pending
         self._pending = None
-        if monitor is None or step is None:
+        if monitor is None or step is None or self._failed:
             return
-        snapshot = Snapshot(step=step)
-        if monitor.enabled:
-            with self._guarded("could not collect a snapshot"):
-                snapshot = monitor.snapshot()
-        with self._guarded("could not add up the ranks"):
+        with self._guarded("could not add up what was measured"):
             # Every rank takes part, also one whose monitor is off, so that none waits for it.
-            snapshot = reduce_snapshot(snapshot)
-        if monitor.enabled or snapshot.layers:
+            snapshot = monitor.reduced_snapshot(step)
             self._emit(snapshot, control, write=state.is_world_process_zero)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep baseline and state of the alerts beside the Trainer's checkpoint."""
         if not state.is_world_process_zero or self._monitor is None:
             return
-        with self._guarded("could not save its state"):
+        try:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             if folder.is_dir():
                 torch.save(self._pipeline.state_dict(), folder / self._file_name())
+        except Exception as error:
+            self._failed_at("its state is missing in a checkpoint", error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the final weights with the probe, and close the record."""
@@ -227,6 +232,7 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         ):
             self._run_probe(state.global_step, control)
         self._monitor, self._pending = None, None
+        self._ranks = Ranks()
         self._pipeline.close()
 
     def _due(self, step: int) -> bool:
@@ -244,6 +250,10 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
             model: Any = None, inputs: Any = None, *_: Any, **__: Any
         ) -> AbstractContextManager[None]:
             ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+            if ids is None and isinstance(self._options["sink"], Mapping):
+                with self._guarded("could not read the batch"):
+                    raise ValueError("`sink` by token ids needs a batch with `input_ids`")
+                return nullcontext()
             return monitor.observe(step, input_ids=ids)
 
         self._around = around
@@ -257,26 +267,27 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
     def _run_probe(self, step: int, control: Any) -> None:
         assert self._probe is not None
         assert self._monitor is not None
-        if not self._monitor.enabled:
+        if self._failed:
             return
         with self._guarded("the probe failed"):
             with self._trainer.compute_loss_context_manager():
                 self._probe.run(
                     self._monitor.model, self._monitor, step, move=self._trainer._prepare_input
                 )
-            self._emit(
-                self._monitor.snapshot(), control, write=self._trainer.is_world_process_zero()
-            )
+            snapshot = self._monitor.probed_snapshot(step)
+            self._emit(snapshot, control, write=self._trainer.is_world_process_zero())
 
     def _emit(self, snapshot: Snapshot, control: Any, *, write: bool) -> None:
-        with self._guarded("could not emit"):
-            emission = self._pipeline.emit(snapshot, write=write)
-            if snapshot.layers:
-                # `Trainer.log` clears the flag by which the Trainer remembers to log its own loss
-                # at this step.
-                should_log = control.should_log
-                self._trainer.log(self._logged(emission))
-                control.should_log = should_log
+        if not snapshot.layers and self._monitor is not None and not self._monitor.enabled:
+            self._give_up()
+            return
+        emission = self._pipeline.emit(snapshot, write=write, agree=self._ranks.agree)
+        if snapshot.layers:
+            # `Trainer.log` clears the flag by which the Trainer remembers to log its own loss at
+            # this step.
+            should_log = control.should_log
+            self._trainer.log(self._logged(emission))
+            control.should_log = should_log
 
     def _logged(self, emission: Emission) -> dict[str, float]:
         start = f"{self.name}/" if self.name else ""
@@ -292,11 +303,13 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         if self._record is not False:
             folder = self._record if isinstance(self._record, str) else args.output_dir
             header = {key: value for key, value in self._options.items() if key != "on_error"}
-            self._pipeline.add_writer(RecordWriter(folder, header=header, name=record))
+            make = partial(RecordWriter, folder, header=header, name=record)
+            self._pipeline.add_writer(make, "the record")
         board = _tensorboard_writer(self._trainer)
         if board is not None and not self.name:
             # The Trainer logs the scalars; the tab needs the heads and alerts.
-            self._pipeline.add_writer(TensorBoardWriter(board, scalars=False))
+            make_tab = partial(TensorBoardWriter, board, scalars=False)
+            self._pipeline.add_writer(make_tab, "TensorBoard's tab")
 
     def _restore(self, args: Any, state: Any) -> None:
         if state.global_step == 0:
@@ -313,15 +326,23 @@ class EntropyMonitorCallback(transformers.TrainerCallback):
         try:
             yield
         except Exception as error:
-            if self._on_error == "raise":
-                raise
-            if self._monitor is not None:
-                self._monitor.enabled = False
-            warn_once(
-                f"entropy_monitor: {what}; it is switched off for the rest of the run and training "
-                f"goes on ({type(error).__name__}: {error}).",
-                self._told,
-            )
+            self._give_up()
+            self._failed_at(f"{what}; it is switched off for the rest of the run", error)
+
+    def _give_up(self) -> None:
+        self._failed = True
+        if self._monitor is not None:
+            self._monitor.enabled = False
+        with suppress(Exception):
+            self._ranks.leave()  # so that no other rank waits for this one
+
+    def _failed_at(self, what: str, error: Exception) -> None:
+        if self._on_error == "raise":
+            raise error
+        warn_once(
+            f"entropy_monitor: {what}, training goes on ({type(error).__name__}: {error}).",
+            self._told,
+        )
 
 
 def _calling_trainer() -> Any:
