@@ -52,16 +52,22 @@ def candidates() -> dict[str, dict[str, Any]]:
             },
         }
 
+    def waste(by: float) -> dict[str, Any]:
+        names = ("waste_model", "waste_layer", "waste_head")
+        return {"concentration": {name: by * getattr(rule, name) for name in names}}
+
     return {
         "default": {},
         "spread x .8": spread(0.8),
         "spread x 1.25": spread(1.25),
         "evenness x .85": evenness(0.85),
         "evenness x 1.15": evenness(1.15),
+        "waste x .8": waste(0.8),
+        "waste x 1.25": waste(1.25),
         "growth x 2": {"logit_growth": {"factor": 2.0}},
         "growth x 3": {"logit_growth": {"factor": 3.0}},
-        "persist 10": {"persist": 10.0},
-        "persist 30": {"persist": 30.0},
+        "persist 0": {"persist": 0.0},
+        "persist 20": {"persist": 20.0},
     }
 
 

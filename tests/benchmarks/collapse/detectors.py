@@ -69,18 +69,18 @@ def max_logit(bound: float) -> Detector:
 
 
 def six_sigma(column: str, sigmas: float = 6.0, window: int = 128) -> Detector:
-    """OLMo-core's spike score: `sigmas` deviations above the mean of the last `window` records."""
+    """OLMo-core's spike score: `sigmas` deviations above the mean of the last `window` steps."""
 
     def run(trace: dict[str, Any]) -> list[int]:
         values, steps = trace[column], trace.get("loss_step", trace["step"])
         hits = []
-        for index in range(len(values)):
-            past = values[max(0, index - window) : index]
+        for index, step in enumerate(steps):
+            past = values[:index][steps[:index] >= step - window]
             past = past[np.isfinite(past)]
-            if steps[index] < WARMUP or len(past) < 8:
+            if step < WARMUP or len(past) < 8:
                 continue
             if not values[index] <= past.mean() + sigmas * max(past.std(), 1e-6):
-                hits.append(int(steps[index]))
+                hits.append(int(step))
         return hits
 
     return run
@@ -118,5 +118,5 @@ DETECTORS: dict[str, Detector] = {
     "gradient norm, 6 sigma": six_sigma("grad_norm"),
     "gradient norm > 3 x running median": ratio("grad_norm", 3.0),
     "loss, 6 sigma (OLMo-core)": six_sigma("loss"),
-    "loss, 3 sigma": six_sigma("loss", 3.0),
+    "loss, 4 sigma": six_sigma("loss", 4.0),
 }
