@@ -237,9 +237,74 @@ class PooledByQuery(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).flatten(1)
 
 
+class SinkColumn(Projected):
+    """A learned sink as one more column of scores, dropped after the softmax."""
+
+    front = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.linspace(-1, 1, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        scores = (q @ k.mT).masked_fill(~causal(x.shape[1]), -torch.inf)
+        sink = self.sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        both = [sink, scores] if self.front else [scores, sink]
+        p = torch.cat(both, -1).softmax(-1)
+        p = p[..., 1:] if self.front else p[..., :-1]
+        self.keep(p)
+        return self.merge(p @ v)
+
+
+class SinkColumnInFront(SinkColumn):
+    """The same, put before the keys."""
+
+    front = True
+
+
+class MemoryKeys(Projected):
+    """Scores of learned keys beside those of the tokens, with values of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(2, HEADS, 2, WIDTH // HEADS) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        more_k, more_v = (m.expand(len(x), -1, -1, -1) for m in self.memory)
+        mine = torch.einsum("bhqd,bhkd->bhqk", q, more_k).detach() * 1.0
+        p = torch.cat([_unfollowed(mine), q @ k.mT], -1).softmax(-1)
+        self.keep(p)
+        return self.merge(p @ torch.cat([more_v, v], 2))
+
+
+def _unfollowed(scores: Tensor) -> Tensor:
+    """The same numbers by an operation that is not followed."""
+    return scores.cumsum(0).diff(dim=0, prepend=torch.zeros_like(scores[:1]))
+
+
+class Windows(Projected):
+    """Windows of tokens beside folded batch and heads: (batch x heads, windows, queries, keys)."""
+
+    size = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.shape[1]
+        x = nn.functional.pad(x, (0, 0, 0, -t % self.size))
+        q, k, v = (y.flatten(0, 1).unflatten(1, (-1, self.size)) for y in self.project(x))
+        p = torch.einsum("nwqd,nwkd->nwqk", q, k).softmax(-1)
+        # Windows count as sequences; the order is that of the windows first.
+        w = p.unflatten(0, (-1, self.heads)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+        self.keep(w)
+        y = torch.einsum("nwqk,nwkd->nwqd", p, v).flatten(1, 2)[:, :t]
+        return self.merge(y.unflatten(0, (-1, self.heads)))
+
+
 HANDMADE: tuple[type[nn.Module], ...] = (
     NanoGPT, Fused, Annotated, OldBert, FilledByWhere, HeadsLast, KeysFirst, ValuesFirst, Folded,
     GroupedByEinsum, SingleHead, Unbatched, Autocast16, TalkingHeads, InPlace, PooledByQuery,
+    SinkColumn, SinkColumnInFront, MemoryKeys, Windows,
 )  # fmt: skip
 
 
@@ -329,4 +394,23 @@ class OverwrittenAttention(Projected):
         return self.merge(p @ v)
 
 
-UNSEEN: tuple[type[nn.Module], ...] = (ExpSumAttention, SigmoidAttention, OverwrittenAttention)
+class SideBySideAttention(Projected):
+    """Block-sparse attention: scores of several products under one softmax (BigBird)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        p = torch.cat([q @ k[:, :, :2].mT, q @ k[:, :, 2:].mT], -1).softmax(-1)
+        return self.merge(p[..., :2] @ v[:, :, :2] + p[..., 2:] @ v[:, :, 2:])
+
+
+class CutAttention(Projected):
+    """Weights of some keys are dropped before the product with the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        return self.merge((q @ k.mT).softmax(-1)[..., 1:] @ v[:, :, 1:])
+
+
+UNSEEN: tuple[type[nn.Module], ...] = (
+    ExpSumAttention, SigmoidAttention, OverwrittenAttention, SideBySideAttention, CutAttention,
+)  # fmt: skip

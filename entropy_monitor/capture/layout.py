@@ -93,6 +93,9 @@ def expanded(axes: Axes, sizes: Sequence[int]) -> Axes:
     return tuple("g" if a == "1" and s != 1 else a for a, s in zip(axes, sizes, strict=True))
 
 
+_UNCLEAR = "batch and heads share an axis of the scores and cannot be told apart"
+
+
 @dataclass(frozen=True, slots=True)
 class Arranged:
     """How to bring logits to (batch, heads, queries, keys): permute by `order`, then reshape."""
@@ -126,11 +129,7 @@ def arranged(
         if len(queries) != 1:
             return "queries and heads share an axis of the scores and cannot be told apart"
     groups = [n for n in range(len(axes)) if n not in (*keys, *queries)]
-    b, h = _batch_and_heads(groups, sizes, heads, batch)
-    batch_size, head_count = _product(b, sizes), _product(h, sizes)
-    if len(b) == 1 and not h:
-        batch_size, head_count = _unfold(batch_size, heads, batch)
-    return Arranged(order=(*b, *h, *queries, *keys), batch=batch_size, heads=head_count)
+    return _grouped(groups, sizes, heads, batch, (*queries, *keys))
 
 
 def _queries_among(
@@ -147,24 +146,49 @@ def _queries_among(
     return others if len(others) == 1 else wide
 
 
-def _batch_and_heads(
-    groups: list[int], sizes: Sequence[int], heads: int | None, batch: int | None
-) -> tuple[list[int], list[int]]:
-    wide = [n for n in groups if sizes[n] != 1]
+def _grouped(
+    groups: list[int],
+    sizes: Sequence[int],
+    heads: int | None,
+    batch: int | None,
+    last: tuple[int, ...],
+) -> Arranged | str:
+    """Split the axes that are neither query nor key into batch and heads.
+
+    Windows (of tokens that only see each other) count as further sequences.
+    """
+    total = prod(sizes[n] for n in groups)
+    if not groups:
+        return Arranged(order=last, batch=1, heads=1)
+    if len(groups) == 1:
+        b, h = _unfold(total, heads, batch)
+        return Arranged(order=(*groups, *last), batch=b, heads=h)
     if len(groups) == 2:
-        a, b = groups
-        if heads is not None and sizes[a] == heads != sizes[b]:
-            return [b], [a]
-        if sizes[b] != heads and sizes[a] * sizes[b] == heads and batch in (None, 1):
-            return [], groups
-        return [a], [b]
-    if heads is not None and len(wide) > 1:
-        for cut in range(1, len(groups)):
-            if _product(groups[cut:], sizes) == heads:
-                return groups[:cut], groups[cut:]
-        if _product(groups, sizes) == heads:
-            return [], groups
-    return groups[:1], groups[1:]
+        first, second = groups
+        a, b = sizes[first], sizes[second]
+        if batch is None:
+            swapped = heads is not None and a == heads != b
+        else:
+            swapped = a != batch and b == batch and (heads is None or a == heads)
+        if swapped:
+            return Arranged(order=(second, first, *last), batch=b, heads=a)
+        windowed = batch is not None and heads is not None and a == batch * heads
+        if windowed and b == heads:
+            return _UNCLEAR
+        if batch in (None, a) or (a % batch == 0 and heads in (None, b) and not windowed):
+            return Arranged(order=(*groups, *last), batch=a, heads=b)
+    if heads is not None:
+        for cut in range(len(groups) + 1) if len(groups) > 2 or batch == 1 else ():
+            if prod(sizes[n] for n in groups[cut:]) == heads:
+                return Arranged(order=(*groups, *last), batch=total // heads, heads=heads)
+        folded = [n for n in groups if batch is not None and sizes[n] == batch * heads]
+        if len(folded) == 1:
+            windows = [n for n in groups if n not in folded]
+            order = (*windows, *folded, *last)
+            return Arranged(order=order, batch=total // heads, heads=heads)
+    if batch is not None and sizes[groups[0]] == batch:
+        return Arranged(order=(*groups, *last), batch=batch, heads=total // batch)
+    return _UNCLEAR
 
 
 def _unfold(group: int, heads: int | None, batch: int | None) -> tuple[int, int]:
@@ -178,7 +202,3 @@ def _unfold(group: int, heads: int | None, batch: int | None) -> tuple[int, int]
     if batch is not None and group % batch == 0:
         return batch, group // batch
     return group, 1
-
-
-def _product(axes: Sequence[int], sizes: Sequence[int]) -> int:
-    return prod(sizes[n] for n in axes)

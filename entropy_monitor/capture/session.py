@@ -142,6 +142,8 @@ class CaptureSession:
         self.plan.learn(window.order)
         ran = [name for name in self._candidates() if name in window.ran_modules]
         covered = {*report.seen, *report.lost, *report.opaque, *report.skipped, *self.plan.heads}
+        if covered:
+            ran = [name for name in ran if name != self.root_name]  # it contains what was seen
         unseen = [name for name in _innermost(ran) if not _covered(name, covered)]
         self.plan.unseen = dict.fromkeys(unseen, _NOT_COMPUTED)
         self.plan.idle = tuple(

@@ -30,6 +30,11 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Found | None]
 """Called after an operation with (operation, args, kwargs, result)."""
 
 
+_CONCATENATED = "scores of several products were put side by side before the softmax"
+_OVERWRITTEN = "the input of the softmax was overwritten before the values were multiplied"
+_CUT = "its weights were cut or filled up between the softmax and the product with the values"
+
+
 @dataclass(frozen=True, slots=True)
 class Softmaxed:
     """The input of a softmax, kept until its result meets the values."""
@@ -38,6 +43,7 @@ class Softmaxed:
     axes: Axes
     version: int | None
     virtual_columns: int
+    lost: str | None
     hidden: Tensor | None
 
 
@@ -48,7 +54,8 @@ class Trace:
     Attributes:
         axes: Letters of its axes, see `layout`.
         softmax: None for scores, the softmax it went through for weights.
-        virtual_columns: Columns appended to the keys (learned sinks).
+        virtual_columns: Columns appended to the keys (learned sinks); negative if put before them.
+        lost: Why scores or weights can no longer be read, though attention is still computed.
         hidden: Where a constant or an added number hides scores, see `masks`.
         narrow: finfo.min of the narrowest type the scores have had.
     """
@@ -56,6 +63,7 @@ class Trace:
     axes: Axes
     softmax: Softmaxed | None = None
     virtual_columns: int = 0
+    lost: str | None = None
     hidden: Tensor | None = None
     narrow: float = -float("inf")
 
@@ -184,13 +192,18 @@ class SoftmaxWay:
             return
         parts = args[0]
         axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        traced = [(part, trace) for part in parts if (trace := self._get(part)) is not None]
-        if len(traced) != 1 or traced[0][0] is not parts[0]:
+        traced = [n for n, part in enumerate(parts) if self._get(part) is not None]
+        if not traced:
             return
-        scores, trace = traced[0]
-        if trace.axes[axis] == "k" and trace.softmax is None:
+        scores, trace = parts[traced[0]], self._get(parts[traced[0]])
+        assert trace is not None
+        if trace.softmax is not None or trace.axes[axis] != "k":
+            return
+        if len(traced) > 1:
+            self._set(out, replace(trace, lost=_CONCATENATED))
+        elif len(parts) == 2 and not trace.virtual_columns:
             more = out.shape[axis] - scores.shape[axis]
-            self._set(out, replace(trace, virtual_columns=trace.virtual_columns + more))
+            self._set(out, replace(trace, virtual_columns=-more if traced[0] else more))
 
     def _pad(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         # Weights of real keys padded with zeros, or scores padded with a mask: axes stay, but the
@@ -221,7 +234,7 @@ class SoftmaxWay:
             for operand, axis in ((first, -1), (second, -2)):
                 trace = self._get(operand)
                 if trace is not None and trace.softmax is not None and trace.axes[axis] == "k":
-                    return self._found(trace.softmax)
+                    return self._found(trace.softmax, operand.shape[axis])
         # A linear layer is a plain product with a parameter; scores are not.
         if op is aten.mm.default and (_is_parameter(first) or _is_parameter(second)):
             return None
@@ -276,24 +289,27 @@ class SoftmaxWay:
             axes=axes,
             version=_version(logits),
             virtual_columns=trace.virtual_columns,
+            lost=trace.lost,
             hidden=hidden,
         )
         self._set(out, Trace(axes=axes, softmax=known))
 
-    def _found(self, softmax: Softmaxed) -> Found:
-        logits = softmax.logits
+    def _found(self, softmax: Softmaxed, keys: int) -> Found:
+        logits, axis = softmax.logits, softmax.axes.index("k")
+        if softmax.lost is not None:
+            return Lost(softmax.lost)
         if softmax.version != _version(logits):
-            return Lost(
-                "the input of the softmax was overwritten before the values were multiplied"
-            )
+            return Lost(_OVERWRITTEN)
+        columns, virtual = logits.shape[axis], softmax.virtual_columns
+        if keys == columns:
+            virtual = 0  # what was put beside the scores has values: they are keys
+        elif keys != columns - abs(virtual):
+            return Lost(_CUT)
         if softmax.hidden is not None:
             logits = logits.masked_fill(softmax.hidden, -torch.inf)
-        return Seen(
-            way="softmax",
-            logits=logits,
-            axes=softmax.axes,
-            virtual_columns=softmax.virtual_columns,
-        )
+        if virtual < 0:
+            logits = logits.roll(virtual, axis)
+        return Seen(way="softmax", logits=logits, axes=softmax.axes, virtual_columns=abs(virtual))
 
 
 def _constant(value: Any) -> float | None:

@@ -26,7 +26,7 @@ def test_statistics_equal_those_of_the_eager_weights(name: str, way: str) -> Non
         measured, report, _ = capture(model, lambda: model(**inputs))
     assert set(measured.stats) == set(family.names)
     assert not (report.unseen or report.lost or report.opaque or report.skipped)
-    if way not in family.differs:  # there test_fused compares with what the kernel returned
+    if way not in family.differs:
         assert_weights(measured, eager_weights(name))
 
 
