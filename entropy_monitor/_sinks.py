@@ -103,8 +103,10 @@ class SinkRule:
                 logits = rows.take(pairs.narrow(self.call.logits)[..., : block.stop])
             hidden = self.support.hidden(pairs, rows, logits, 0, block.stop, windowed=False)
             start, visible = 0, (~hidden).to(self.support.dtype)
-        assert visible is not None  # there is a mask or a window
-        first = start + visible.argmax(-1, keepdim=True)
+        if visible is None or (start == block.start < block.split):
+            first = torch.full((1, 1, 1, 1), start, device=self.device)  # all rows see it
+        else:
+            first = start + visible.argmax(-1, keepdim=True)
         valid = _sees(block, first)
         if square:
             valid = valid & self._starts_at(pairs, first)

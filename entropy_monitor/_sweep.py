@@ -205,7 +205,7 @@ class Sweep:
             visible=visible,
             content=content,
             weight=weight * (content >= 2),
-            logits=real,
+            logits=None if logits is None else logits[..., block.start : block.stop],
             virtual=self._virtual(pairs, rows, logits),
         )
 

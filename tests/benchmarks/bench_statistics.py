@@ -1,12 +1,13 @@
 """Cost and memory of the row statistics, against what one would do without this package.
 
-Run by hand: `python tests/benchmarks/bench_statistics.py` (one thread). Every ratio is to the forward of
-`F.scaled_dot_product_attention` on the same tensors. All ways run in turn in one process, timed by
-the CPU time of the thread; the least of several rounds counts. Peak extra memory is measured in a process
-of its own for each way.
+Run by hand: `python tests/benchmarks/bench_statistics.py` (one thread). Every ratio is to the
+forward of `F.scaled_dot_product_attention` on the same tensors. All ways run in turn in one
+process, timed by the CPU time of the thread; the least of several rounds counts. Peak extra memory
+is measured in a process of its own for each way.
 """
 
 import argparse
+import ctypes
 import math
 import os
 import platform
@@ -88,7 +89,7 @@ def seconds(
 
 
 def peak_mib(name: str, batch: int, t: int, dtype: str) -> float:
-    """Peak extra memory of one way, in a fresh process (Linux), after a small call of the same kind."""
+    """Peak extra memory of one way, in a fresh process (Linux), after a small call."""
     command = [sys.executable, __file__, "--peak", name, str(batch), str(t), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
@@ -99,6 +100,7 @@ def print_peak(name: str, batch: int, t: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     WAYS[name](*inputs(1, 128, dtype))
     q, k, v = inputs(batch, t, dtype)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else memory freed by the inputs would be used again
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
     WAYS[name](q, k, v)
@@ -114,16 +116,20 @@ def machine() -> str:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x]
+        names = [
+            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
+        ]
         cpu = names[0] if names else cpu
-    return f"{cpu}, {os.cpu_count()} cores, one thread; torch {torch.__version__}, {torch.get_num_threads()} thread"
+    return f"{cpu}, {os.cpu_count()} cores, one thread used; torch {torch.__version__}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only-ours", action="store_true", help="leave out the two slow ways")
-    parser.add_argument("--peak", nargs=4, metavar=("WAY", "BATCH", "T", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--peak", nargs=4, metavar=("WAY", "BATCH", "T", "DTYPE"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.peak:
         name, batch, t, dtype = options.peak
@@ -134,7 +140,10 @@ def main() -> None:
     ways = tuple(WAYS)
     if options.only_ours:
         ways = ("sdpa forward", "tiles, every row, exact", "sampled rows, R = 64")
-    columns = {**{n: (*s, "float32") for n, s in SHAPES.items()}, "T=4096 bf16": (1, 4096, "bfloat16")}
+    columns = {
+        **{n: (*s, "float32") for n, s in SHAPES.items()},
+        "T=4096 bf16": (1, 4096, "bfloat16"),
+    }
     table: dict[str, list[float]] = {name: [] for name in ways}
     for batch, t, dtype in columns.values():
         best = seconds(*inputs(batch, t, getattr(torch, dtype)), options.rounds, ways)
