@@ -5,6 +5,7 @@ numbers. Every answer keeps to the byte budget of `packing`: float32 where it fi
 then fewer steps, and the answer says so.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,6 +60,32 @@ def describe_run(
         "layers": [{"name": layer, "heads": heads} for layer, heads in layers],
         "stats": describe_stats([name for name in stats if name != SINCE_NAME]),
     }
+
+
+def runs_answer(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return runs with what many of them share told once.
+
+    A folder of a thousand runs of one model would otherwise repeat its layers a thousand times,
+    every few seconds.
+
+    Args:
+        runs: From `describe_run`, with whatever else is known about them.
+
+    Returns:
+        ``layouts``, each ``{"layers", "stats"}``, and ``runs`` with the number of their layout.
+
+    Example:
+        >>> runs_answer([{"name": n, "layers": [], "stats": []} for n in "ab"])["runs"]
+        [{'name': 'a', 'layout': 0}, {'name': 'b', 'layout': 0}]
+    """
+    layouts: dict[str, int] = {}
+    listed = []
+    for run in runs:
+        layout = {"layers": run["layers"], "stats": run["stats"]}
+        number = layouts.setdefault(json.dumps(layout), len(layouts))
+        rest = {key: value for key, value in run.items() if key not in layout}
+        listed.append({**rest, "layout": number})
+    return {"layouts": [json.loads(layout) for layout in layouts], "runs": listed}
 
 
 def frames_answer(

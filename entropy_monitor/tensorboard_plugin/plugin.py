@@ -71,7 +71,7 @@ class AttentionPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoar
     def _runs(self, request: wrappers.Request) -> Answer:
         ctx = plugin_util.context(request.environ)
         experiment = plugin_util.experiment_id(request.environ)
-        return _json({"runs": self._store.list_runs(ctx, experiment)})
+        return _json(answers.runs_answer(self._store.list_runs(ctx, experiment)))
 
     def _frames(self, request: wrappers.Request) -> Answer:
         stat = _text(request, "stat")

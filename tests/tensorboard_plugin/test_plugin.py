@@ -33,13 +33,24 @@ def run(tmp_path, synthetic, app):
 
 def test_runs_are_listed_with_layers_and_statistics(run):
     routes, _ = run
-    (found,) = routes.get("runs").json["runs"]
+    answer = routes.get("runs").json
+    (run_found,), (layout,) = answer["runs"], answer["layouts"]
+    found = {**run_found, **layout}
     assert found["name"] == "run"
     assert [(layer["name"], layer["heads"]) for layer in found["layers"]] == list(LAYERS)
     assert [stat["name"] for stat in found["stats"]] == [*STAT_NAMES, *CHANGE_STAT_NAMES]
     assert found["version"][0] == 100
     sink = found["stats"][0]
     assert (sink["formula"], sink["unit"]) == ("s", "mass")
+
+
+def test_runs_of_one_model_share_their_layout(tmp_path, synthetic, app):
+    for name in ("a", "b", "c"):
+        layers = LAYERS[:2] if name == "c" else LAYERS
+        synthetic.write_run(tmp_path / name, layers, [0], alerts=[])
+    answer = app(tmp_path).get("runs").json
+    assert [run["layout"] for run in answer["runs"]] == [0, 0, 1]
+    assert len(answer["layouts"][1]["layers"]) == 2
 
 
 def test_frames_are_what_was_written(run, unpack):

@@ -50,7 +50,7 @@ export function httpSource() {
   return {
     live: true,
     anySince: true,
-    runs: () => json("runs").then((answer) => answer.runs),
+    runs: () => json("runs").then((answer) => answer.runs.map((run) => ({ ...run, ...answer.layouts[run.layout] }))),
     alerts: (run) => json("alerts", { run }),
     frames: (run, stat, since) => packed("frames", { run, stat, from: since }),
     series: (run, layer, head, since) => packed("series", { run, layer, head, from: since }),
