@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropy_monitor.names import ATTRIBUTION_NAMES, CHANGE_NAMES, COVARIANCE_PAIRS
-from entropy_monitor.notebook import change_html
+from entropy_monitor.notebook import change_html, change_sentence
 
 if TYPE_CHECKING:
     from entropy_monitor.snapshot import Snapshot
@@ -301,6 +301,17 @@ class EntropyChange:
             "ordered": self.ordered,
             "layers": {name: self.layer(name) for name, _ in self.layers},
         }
+
+    def __str__(self) -> str:
+        return change_sentence(
+            total=self.total,
+            sink=self.sink,
+            content=self.content,
+            support=self.support,
+            before=None if self.before_step is None else str(self.before_step),
+            after=None if self.after_step is None else str(self.after_step),
+            noise=NOISE_FACTOR * self.se["total"],
+        )
 
     def _repr_html_(self) -> str:
         parts = {name: self.layer(name) for name, _ in self.layers}

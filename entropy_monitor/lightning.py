@@ -6,6 +6,7 @@ Works with ``pytorch_lightning`` and with ``lightning.pytorch``, whichever is lo
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -46,6 +47,10 @@ else:
     # Both packages ship the same Trainer; the one that is loaded is the one the user trains with.
     loaded = [name for name in ("pytorch_lightning", "lightning.pytorch") if name in sys.modules]
     pl = _import_first([*loaded, "pytorch_lightning", "lightning.pytorch"])
+
+
+# Under Lightning's own logger, so that it is shown like "`Trainer.fit` stopped".
+_log = logging.getLogger(f"{pl.__name__}.utilities.rank_zero")
 
 
 class EntropyMonitor(pl.Callback):

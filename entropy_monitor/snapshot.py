@@ -449,6 +449,19 @@ class Snapshot:
             },
         )
 
+    def __str__(self) -> str:
+        heads = sum(self.heads(name) for name in self.layers)
+        if not heads:
+            return "Snapshot: no attention was measured"
+        at = "" if self.step is None else f" at step {self.step}"
+        plural = "" if len(self.layers) == 1 else "s"
+        entropy, evenness = self.mean("total_entropy"), self.mean("content_evenness")
+        sink, content = self.mean("sink_mass"), self.mean("content_entropy")
+        return (
+            f"Snapshot{at}: {len(self.layers)} layer{plural}, {heads} heads, entropy {entropy:.3f} "
+            f"nat, sink mass {sink:.3f}, content entropy {content:.3f} nat (evenness {evenness:.3f})"
+        )
+
     def _repr_html_(self) -> str:
         return snapshot_html(
             step=self.step,

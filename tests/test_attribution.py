@@ -281,3 +281,10 @@ def test_notebook_view_adds_up_and_has_no_script():
     html = attribute_change(snapshot(call(1)), snapshot(call(2, gain=4.0), step=7))._repr_html_()
     assert "step 7" in html
     assert "<script" not in html
+
+
+def test_a_printed_change_is_a_sentence():
+    text = str(attribute_change(snapshot(call(1)), snapshot(call(2, gain=4.0), step=7)))
+    assert text.startswith("Steps 0 → 7: mean entropy −")
+    assert "sink" in text
+    assert "content" in text

@@ -232,3 +232,12 @@ def test_other_head_count_is_refused():
     add(sums, make_call(14))
     with pytest.raises(ValueError, match="must have 2 heads as before; got 3"):
         add(sums, make_call(14, heads=3))
+
+
+def test_a_printed_snapshot_is_one_line():
+    sums = {}
+    add(sums, make_call(15))
+    text = str(collect(sums, step=4))
+    assert text.startswith("Snapshot at step 4: 1 layer, 2 heads, entropy ")
+    assert "\n" not in text
+    assert str(Snapshot()) == "Snapshot: no attention was measured"
