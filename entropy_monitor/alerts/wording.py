@@ -154,7 +154,10 @@ def collapse(
         )
         if name in table
     }
-    parts = split(view.before, after, inside)
+    length = None
+    if reading.support > 1 and view.usual_support > 1 and not view.same_length:
+        length = (math.log(view.usual_support), math.log(reading.support))
+    parts = split(view.before, after, inside, log_support=length)
     facts: list[str] = (
         [] if head is not None else [f"{int(hit.sum())} of {int(inside.sum())} heads"]
     )
