@@ -459,7 +459,7 @@ class Snapshot:
         sink, content = self.mean("sink_mass"), self.mean("content_entropy")
         return (
             f"Snapshot{at}: {len(self.layers)} layer{plural}, {heads} heads, entropy {entropy:.3f} "
-            f"nat, sink mass {sink:.3f}, content entropy {content:.3f} nat (evenness {evenness:.3f})"
+            f"nat, sink {sink:.3f}, content entropy {content:.3f} nat (J {evenness:.3f})"
         )
 
     def _repr_html_(self) -> str:
