@@ -1,6 +1,7 @@
 """``entropy-monitor replay``: arguments and glue; torch is imported when it runs, not before."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,6 +223,8 @@ def run(arguments: argparse.Namespace) -> int:
 def one_line_errors(command: str) -> Iterator[dict[str, int]]:
     """Turn what a person can mend into one line and exit code 2, and Ctrl-C into a word and 130."""
     state = {"code": 0}
+    # the hub's own bars would write over ours
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         yield state
     except ReplayError as error:

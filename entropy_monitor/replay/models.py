@@ -341,29 +341,14 @@ def forward_of(model: nn.Module, device: str) -> Callable[[Tensor], None]:
 
     def forward(ids: Tensor) -> None:
         ids = ids.to(device)
-        with _open_encoder_layers():
-            if encoder_decoder:
-                model(input_ids=ids, decoder_input_ids=ids, **extra)
-            elif "input_ids" in parameters:
-                model(input_ids=ids, **extra)
-            else:
-                model(ids)
+        if encoder_decoder:
+            model(input_ids=ids, decoder_input_ids=ids, **extra)
+        elif "input_ids" in parameters:
+            model(input_ids=ids, **extra)
+        else:
+            model(ids)
 
     return forward
-
-
-@contextlib.contextmanager
-def _open_encoder_layers() -> Iterator[None]:
-    """Keep nn.TransformerEncoder from computing a whole layer in one operation, as it does in eval.
-
-    Attention inside that operation cannot be seen.
-    """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextlib.contextmanager

@@ -91,21 +91,24 @@ def replay(
         return ReplayResult(folder=folder, outcomes=(), finished=False)
     if not fits and not settings.yes:
         raise ReplayError("stopped before anything was fetched: --yes goes on all the same.")
-    plan = _agree(source, settings, chosen, tokens, batch, config)
-    torch.set_num_threads(plan["threads"])
-    sink = plan_sink(plan, work)
-    worker = Worker(
-        source=source,
-        settings=settings,
-        plan=plan,
-        chosen=chosen,
-        tokens=tokens,
-        config=config,
-        sink=sink,
-        say=say,
-        track=track,
-    )
-    worker.run()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads or _cores())
+    try:
+        plan = _agree(source, settings, chosen, tokens, batch, config)
+        worker = Worker(
+            source=source,
+            settings=settings,
+            plan=plan,
+            chosen=chosen,
+            tokens=tokens,
+            config=config,
+            sink=plan_sink(plan, work),
+            say=say,
+            track=track,
+        )
+        worker.run()
+    finally:
+        torch.set_num_threads(threads)
     return _finish(settings, plan, chosen, worker.store, say)
 
 

@@ -3,10 +3,11 @@
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -98,28 +99,33 @@ class Worker:
             self.say(f"{done} checkpoints are measured already")
         started = time.monotonic()
         self.track(0, len(todo))
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            ahead: Future[Path | None] | None = None
-            for number, index in enumerate(todo):
-                current = ahead or pool.submit(self._fetch, index)
-                following = todo[number + 1] if number + 1 < len(todo) else None
-                path, problem = self._wait(current)
-                self.running = self._mark(index)
-                ahead = (
-                    pool.submit(self._fetch, following)
-                    if following is not None and self.source.remote
-                    else None
-                )
-                began = time.monotonic()
-                self._one(index, path, problem)
-                self.track(number + 1, len(todo))
-                self._tell(
-                    index,
-                    number + 1,
-                    len(todo),
-                    time.monotonic() - began,
-                    time.monotonic() - started,
-                )
+        ahead: Future[Path | None] | None = None
+        for number, index in enumerate(todo):
+            current = ahead or self._start(index)
+            path, problem = self._wait(current)
+            self.running = self._mark(index)
+            following = todo[number + 1] if number + 1 < len(todo) else None
+            ahead = None
+            if following is not None and self.source.remote:
+                ahead = self._start(following)
+            began = time.monotonic()
+            self._one(index, path, problem)
+            self.track(number + 1, len(todo))
+            now = time.monotonic()
+            self._tell(index, number + 1, len(todo), now - began, now - started)
+
+    def _start(self, index: int) -> "Future[Path | None]":
+        """Fetch in the background, on a thread that does not hold up a process being stopped."""
+        future: Future[Path | None] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self._fetch(index))
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=work, daemon=True).start()
+        return future
 
     def _done(self, index: int) -> bool:
         outcome = self._outcome(index)

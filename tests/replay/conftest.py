@@ -184,7 +184,7 @@ def fake_hub(
 ) -> Iterator[Callable[[dict[str, Path]], FakeHub]]:
     """Make a hub out of folders, and point huggingface_hub to it."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars
 
     servers = []
 
@@ -208,7 +208,6 @@ def fake_hub(
     for server in servers:
         server.shutdown()
         server.server_close()
-    enable_progress_bars()
 
 
 @pytest.fixture
