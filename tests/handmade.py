@@ -1,4 +1,4 @@
-"""Attention as people write it: small modules that keep the weights they computed, for reference."""
+"""Attention as people write it: small modules that keep the weights they computed."""
 
 import math
 
@@ -10,7 +10,7 @@ WIDTH, HEADS = 16, 4
 
 
 class Projected(nn.Module):
-    """q, k, v of (batch, heads, tokens, width) from one linear layer; keeps weights for the test."""
+    """q, k, v (batch, heads, tokens, width) from one linear layer; keeps weights for the test."""
 
     def __init__(self, heads: int = HEADS, width: int = WIDTH) -> None:
         super().__init__()

@@ -114,7 +114,9 @@ def hugging_face(
 
     if isinstance(layers, str):
         layers = {"attentions": numbered(layers, depth)}
-    return Family(name=name, build=build, inputs=inputs, layers=layers, ways=ways, differs=differs or {})
+    return Family(
+        name=name, build=build, inputs=inputs, layers=layers, ways=ways, differs=differs or {}
+    )
 
 
 _SMALL = {
@@ -157,7 +159,9 @@ _IMAGE = {
 }  # fmt: skip
 
 
-def _encoder_decoder(prefix: str, self_attn: str, cross: str, encoder: str) -> dict[str, tuple[str, ...]]:
+def _encoder_decoder(
+    prefix: str, self_attn: str, cross: str, encoder: str
+) -> dict[str, tuple[str, ...]]:
     return {
         "encoder_attentions": numbered(f"{prefix}encoder.{encoder}", 2),
         "decoder_attentions": numbered(f"{prefix}decoder.{self_attn}", 2),
@@ -166,116 +170,277 @@ def _encoder_decoder(prefix: str, self_attn: str, cross: str, encoder: str) -> d
 
 
 _TRANSFORMERS = (
-    hugging_face("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers.{}.attention", {**_SMALL, **_NO_DROPOUT}, ways=_FLEX),
+    hugging_face(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        "gpt_neox.layers.{}.attention",
+        {**_SMALL, **_NO_DROPOUT},
+        ways=_FLEX,
+    ),
     hugging_face("gpt2", "GPT2LMHeadModel", "transformer.h.{}.attn", _GPT2),
-    hugging_face("gptj", "GPTJForCausalLM", "transformer.h.{}.attn", {**_GPT2, "rotary_dim": 4}, ways=("eager",)),
-    hugging_face("llama", "LlamaForCausalLM", _LLAMA, {**_SMALL, "num_key_value_heads": 2}, ways=_FLEX),
     hugging_face(
-        "mistral", "MistralForCausalLM", _LLAMA,
-        {**_SMALL, "num_key_value_heads": 2, "sliding_window": 4}, ways=_FLEX,
-    ),
-    hugging_face("qwen3", "Qwen3ForCausalLM", _LLAMA, {**_SMALL, "num_key_value_heads": 2, "head_dim": 8}, ways=_FLEX),
-    hugging_face(
-        "gemma2", "Gemma2ForCausalLM", _LLAMA,
-        {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 0.5},
-        ways=("eager", "flex_attention"),
+        "gptj",
+        "GPTJForCausalLM",
+        "transformer.h.{}.attn",
+        {**_GPT2, "rotary_dim": 4},
+        ways=("eager",),
     ),
     hugging_face(
-        "gemma3", "Gemma3ForCausalLM", _LLAMA,
-        {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
-         "layer_types": ["sliding_attention", "full_attention"]},
+        "llama", "LlamaForCausalLM", _LLAMA, {**_SMALL, "num_key_value_heads": 2}, ways=_FLEX
+    ),
+    hugging_face(
+        "mistral",
+        "MistralForCausalLM",
+        _LLAMA,
+        {**_SMALL, "num_key_value_heads": 2, "sliding_window": 4},
         ways=_FLEX,
     ),
     hugging_face(
-        "gpt_oss", "GptOssForCausalLM", _LLAMA,
-        {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4,
-         "num_experts_per_tok": 2},
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _LLAMA,
+        {**_SMALL, "num_key_value_heads": 2, "head_dim": 8},
+        ways=_FLEX,
+    ),
+    hugging_face(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _LLAMA,
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 0.5,
+        },
+        ways=("eager", "flex_attention"),
+    ),
+    hugging_face(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        _LLAMA,
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        ways=_FLEX,
+    ),
+    hugging_face(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _LLAMA,
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
         ways=("eager",),
     ),
     hugging_face(
-        "deepseek_v3", "DeepseekV3ForCausalLM", _LLAMA,
-        {**_SMALL, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-         "qk_nope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
-         "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _LLAMA,
+        {
+            **_SMALL,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
     ),
-    hugging_face("phi3", "Phi3ForCausalLM", _LLAMA, {**_SMALL, "num_key_value_heads": 2}, ways=_FLEX),
     hugging_face(
-        "falcon_alibi", "FalconForCausalLM", "transformer.h.{}.self_attention",
-        {**_SMALL, **_NO_DROPOUT, "alibi": True, "multi_query": True, "new_decoder_architecture": False},
+        "phi3", "Phi3ForCausalLM", _LLAMA, {**_SMALL, "num_key_value_heads": 2}, ways=_FLEX
+    ),
+    hugging_face(
+        "falcon_alibi",
+        "FalconForCausalLM",
+        "transformer.h.{}.self_attention",
+        {
+            **_SMALL,
+            **_NO_DROPOUT,
+            "alibi": True,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+        },
         differs={"sdpa": "transformers adds ALiBi twice in eager mode (5.24)"},
     ),
     hugging_face(
-        "falcon_mqa", "FalconForCausalLM", "transformer.h.{}.self_attention",
-        {**_SMALL, **_NO_DROPOUT, "alibi": False, "multi_query": True, "new_decoder_architecture": False},
+        "falcon_mqa",
+        "FalconForCausalLM",
+        "transformer.h.{}.self_attention",
+        {
+            **_SMALL,
+            **_NO_DROPOUT,
+            "alibi": False,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+        },
     ),
     hugging_face(
-        "bloom", "BloomForCausalLM", "transformer.h.{}.self_attention",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, **_NO_DROPOUT}, ways=("eager",),
+        "bloom",
+        "BloomForCausalLM",
+        "transformer.h.{}.self_attention",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, **_NO_DROPOUT},
+        ways=("eager",),
     ),
     hugging_face(
-        "mpt", "MptForCausalLM", "transformer.blocks.{}.attn",
+        "mpt",
+        "MptForCausalLM",
+        "transformer.blocks.{}.attn",
         {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
         ways=("eager",),
     ),
-    hugging_face("bert", "BertForMaskedLM", "bert.encoder.layer.{}.attention.self", {**_SMALL, **_NO_DROPOUT},
-                 inputs=masked_inputs, ways=_FLEX),
-    hugging_face("roberta", "RobertaForMaskedLM", "roberta.encoder.layer.{}.attention.self",
-                 {**_SMALL, **_NO_DROPOUT, "max_position_embeddings": 80}, inputs=masked_inputs, ways=_FLEX),
     hugging_face(
-        "modernbert", "ModernBertForMaskedLM", "model.layers.{}.attn",
-        {**_SMALL, **_NO_DROPOUT, "local_attention": 4, "global_attn_every_n_layers": 2,
-         "cls_token_id": 1, "sep_token_id": 2},
+        "bert",
+        "BertForMaskedLM",
+        "bert.encoder.layer.{}.attention.self",
+        {**_SMALL, **_NO_DROPOUT},
+        inputs=masked_inputs,
+        ways=_FLEX,
+    ),
+    hugging_face(
+        "roberta",
+        "RobertaForMaskedLM",
+        "roberta.encoder.layer.{}.attention.self",
+        {**_SMALL, **_NO_DROPOUT, "max_position_embeddings": 80},
+        inputs=masked_inputs,
+        ways=_FLEX,
+    ),
+    hugging_face(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "model.layers.{}.attn",
+        {
+            **_SMALL,
+            **_NO_DROPOUT,
+            "local_attention": 4,
+            "global_attn_every_n_layers": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
         inputs=masked_inputs,
     ),
     hugging_face(
-        "albert", "AlbertForMaskedLM",
-        {"attentions": (
-            "albert.encoder.albert_layer_groups.0.albert_layers.0.attention",
-            "albert.encoder.albert_layer_groups.0.albert_layers.0.attention#1",
-        )},
-        {**_SMALL, **_NO_DROPOUT, "embedding_size": 16}, inputs=masked_inputs,
+        "albert",
+        "AlbertForMaskedLM",
+        {
+            "attentions": (
+                "albert.encoder.albert_layer_groups.0.albert_layers.0.attention",
+                "albert.encoder.albert_layer_groups.0.albert_layers.0.attention#1",
+            )
+        },
+        {**_SMALL, **_NO_DROPOUT, "embedding_size": 16},
+        inputs=masked_inputs,
     ),
     hugging_face(
-        "deberta", "DebertaV2ForMaskedLM", "deberta.encoder.layer.{}.attention.self",
-        {**_SMALL, **_NO_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
-         "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
-        inputs=masked_inputs, ways=("eager",),
+        "deberta",
+        "DebertaV2ForMaskedLM",
+        "deberta.encoder.layer.{}.attention.self",
+        {
+            **_SMALL,
+            **_NO_DROPOUT,
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 8,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+        },
+        inputs=masked_inputs,
+        ways=("eager",),
     ),
     hugging_face(
-        "t5", "T5ForConditionalGeneration",
-        _encoder_decoder("", "block.{}.layer.0.SelfAttention", "block.{}.layer.1.EncDecAttention",
-                         "block.{}.layer.0.SelfAttention"),
-        _T5, inputs=encoder_decoder_inputs,  # its flex attention reads its bias out of bounds (5.24)
+        "t5",
+        "T5ForConditionalGeneration",
+        _encoder_decoder(
+            "",
+            "block.{}.layer.0.SelfAttention",
+            "block.{}.layer.1.EncDecAttention",
+            "block.{}.layer.0.SelfAttention",
+        ),
+        _T5,
+        inputs=encoder_decoder_inputs,  # its flex attention reads its bias out of bounds (5.24)
     ),
     hugging_face(
-        "bart", "BartForConditionalGeneration",
-        _encoder_decoder("model.", "layers.{}.self_attn", "layers.{}.encoder_attn", "layers.{}.self_attn"),
-        _BART, inputs=encoder_decoder_inputs, ways=_FLEX,
+        "bart",
+        "BartForConditionalGeneration",
+        _encoder_decoder(
+            "model.", "layers.{}.self_attn", "layers.{}.encoder_attn", "layers.{}.self_attn"
+        ),
+        _BART,
+        inputs=encoder_decoder_inputs,
+        ways=_FLEX,
     ),
     hugging_face(
-        "whisper", "WhisperForConditionalGeneration",
-        _encoder_decoder("model.", "layers.{}.self_attn", "layers.{}.encoder_attn", "layers.{}.self_attn"),
+        "whisper",
+        "WhisperForConditionalGeneration",
+        _encoder_decoder(
+            "model.", "layers.{}.self_attn", "layers.{}.encoder_attn", "layers.{}.self_attn"
+        ),
         {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 32},
-        inputs=whisper_inputs, ways=_FLEX,
+        inputs=whisper_inputs,
+        ways=_FLEX,
     ),
-    hugging_face("vit", "ViTForImageClassification", "vit.layers.{}.attention", _IMAGE,
-                 inputs=image_inputs, ways=_FLEX),
-    hugging_face("dinov2_registers", "Dinov2WithRegistersModel", "encoder.layer.{}.attention",
-                 {**_IMAGE, "num_register_tokens": 2, "mlp_ratio": 1}, inputs=image_inputs),
     hugging_face(
-        "clip", "CLIPModel",
-        {"text_model_output.attentions": numbered("text_model.encoder.layers.{}.self_attn", 2),
-         "vision_model_output.attentions": numbered("vision_model.encoder.layers.{}.self_attn", 2)},
-        {"projection_dim": 16}, inputs=clip_inputs,
+        "vit",
+        "ViTForImageClassification",
+        "vit.layers.{}.attention",
+        _IMAGE,
+        inputs=image_inputs,
+        ways=_FLEX,
+    ),
+    hugging_face(
+        "dinov2_registers",
+        "Dinov2WithRegistersModel",
+        "encoder.layer.{}.attention",
+        {**_IMAGE, "num_register_tokens": 2, "mlp_ratio": 1},
+        inputs=image_inputs,
+    ),
+    hugging_face(
+        "clip",
+        "CLIPModel",
+        {
+            "text_model_output.attentions": numbered("text_model.encoder.layers.{}.self_attn", 2),
+            "vision_model_output.attentions": numbered(
+                "vision_model.encoder.layers.{}.self_attn", 2
+            ),
+        },
+        {"projection_dim": 16},
+        inputs=clip_inputs,
         nested={"text_config": {**_SMALL, "eos_token_id": 2}, "vision_config": _IMAGE},
     ),
     hugging_face(
-        "jamba", "JambaForCausalLM", {"attentions": ("model.layers.1.self_attn",)},
-        {**_SMALL, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
-         "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
-         "use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4},
+        "jamba",
+        "JambaForCausalLM",
+        {"attentions": ("model.layers.1.self_attn",)},
+        {
+            **_SMALL,
+            "num_key_value_heads": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
     ),
-)  # fmt: skip
+)
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _TRANSFORMERS}
 

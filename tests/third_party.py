@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -29,7 +29,7 @@ class _Anything(metaclass=_AnythingType):
 
 
 class _Stub(ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load(name: str, *, wants_torchvision: bool = False) -> Any:
-    """Import a library or skip the test; if it wants torchvision, that is stood in for meanwhile."""
+    """Import a library or skip the test; a missing torchvision it wants is stood in for."""
     if importlib.util.find_spec(name.split(".")[0]) is None:
         pytest.skip(f"{name} is not installed")
     if name in sys.modules:

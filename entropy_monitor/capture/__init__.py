@@ -1,8 +1,8 @@
-"""Reaching the attention of a model that runs: one `AttentionCall` per attention, the model unchanged.
+"""Reaching the attention of a running model: one `AttentionCall` each, the model unchanged.
 
-`CaptureSession(model).window(receiver)` opens the taps around a forward pass. One dispatch mode (`hub`)
-sees every operation that really runs; each way of computing attention has a file that reads it
-(`fused`, `softmax`); `owners` says whose attention it is, `report` what was not seen and why.
+`CaptureSession(model).window(receiver)` opens the taps around a forward pass. One dispatch mode
+(`hub`) sees every operation that really runs; each way of computing attention has a file that reads
+it (`fused`, `softmax`); `owners` says whose attention it is, `report` what was not seen and why.
 """
 
 from entropy_monitor.capture.report import CaptureReport

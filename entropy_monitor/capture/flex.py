@@ -1,9 +1,9 @@
 """Flex attention: the operation itself where it runs uncompiled, and how to read its masks.
 
-The higher-order operation is visible while compiled code steps aside (discovery, or windows that run
-uncompiled). Its score function may be anything, so scores are computed with it, unless it is the
-identity. Compiled flex attention is one kernel that shows nothing; through transformers it is seen by
-`interface`, elsewhere it is reported as hidden.
+The higher-order operation is visible while compiled code steps aside (discovery, or windows that
+run uncompiled). Its score function may be anything, so scores are computed with it, unless it is
+the identity. Compiled flex attention is one kernel that shows nothing; through transformers it is
+seen by `interface`, elsewhere it is reported as hidden.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ def _positions(shape: Any, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _mapped(function: Any, scores: int, buffers: int) -> Any:
-    """Apply a function of scalars (score?, batch, head, query, key, *buffers) over all positions."""
+    """Apply a function of (score?, batch, head, query, key, *buffers) to all positions."""
     for axis in (3, 2, 1, 0):
         given = [None] * 4
         given[axis] = 0  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
 """Fused attention kernels of torch, as the dispatcher sees them below autograd and autocast.
 
-`F.scaled_dot_product_attention` becomes one of these operations, in eager mode, in TorchScript and in
-inductor's compiled graphs. What differs is where the mask stands, how heads and positions are laid
-out, and to which corner a causal mask is aligned when there are more keys than queries.
+`F.scaled_dot_product_attention` becomes one of these operations, in eager mode, in TorchScript and
+in inductor's compiled graphs. What differs is where the mask stands, how heads and positions are
+laid out, and to which corner a causal mask is aligned when there are more keys than queries.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,8 @@ class Kernel:
     Attributes:
         mask: Name of the argument that holds the additive mask.
         bottom_right: A causal mask is aligned to the last key; otherwise to the first.
-        heads_first: Tensors are (batch, heads, tokens, width); otherwise (batch, tokens, heads, width).
+        heads_first: Tensors are (batch, heads, tokens, width); otherwise (batch, tokens, heads,
+            width).
     """
 
     mask: str | None = "attn_bias"
@@ -160,7 +161,7 @@ def _both(mask: Tensor | None, visible: Tensor) -> Tensor:
 def _unpacked(
     query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed sequences (tokens, heads, width), or (1, tokens, ...), as a padded batch and its mask."""
+    """Packed sequences (tokens, heads, width) as a padded batch and its mask."""
     padded, lengths = [], []
     for packed, starts in ((query, starts_q), (key, starts_k)):
         flat = packed.reshape(-1, *packed.shape[-2:])

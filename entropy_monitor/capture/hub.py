@@ -1,8 +1,8 @@
 """The one dispatch mode behind all open windows of a thread.
 
 It is pushed while at least one window is open and removed with the last, so several monitors share
-it and may close in any order. It sits below autograd and autocast and sees every operation that really
-runs, in eager mode and inside inductor's graphs, without a recompilation.
+it and may close in any order. It sits below autograd and autocast and sees every operation that
+really runs, in eager mode and inside inductor's graphs, without a recompilation.
 """
 
 import functools
@@ -74,7 +74,7 @@ class Hub:
         self._mode: _PlainTap | None = None
 
     def open(self, window: Receiver, *, force_eager: bool, interface: bool) -> None:
-        """Start feeding a window; compiled code steps aside, transformers' table is wrapped if asked."""
+        """Start feeding a window; have compiled code step aside, wrap transformers' table."""
         if force_eager:
             _STANCES.enter(window)
         if interface:
@@ -88,7 +88,7 @@ class Hub:
             self._mode = mode
 
     def close(self, window: Receiver) -> None:
-        """Stop feeding a window; with the last one everything is removed. Harmless when repeated."""
+        """Stop feeding a window, with the last one remove everything. Harmless when repeated."""
         if window in self.windows:
             self.windows.remove(window)
         self.discovering = any(other.discovering for other in self.windows)
@@ -188,7 +188,8 @@ def _dispatch(tap: _PlainTap, func: Any, args: tuple[Any, ...], kwargs: dict[str
             handler = tap.handlers[func] = tap.hub.handler(func)
         if handler is None:
             return out
-        # Within a backward pass only activation checkpointing computes attention: it was seen before.
+        # Within a backward pass only activation checkpointing computes attention: it was seen
+        # before.
         if torch._C._current_graph_task_id() != -1 or threading.get_ident() != tap.thread:
             return out
         found = handler(func, args, kwargs, out)
@@ -252,9 +253,10 @@ _FLAGS = {
 
 
 class _Stances:
-    """Asks torch.compile to step aside while a window wants it; the last window to leave restores it.
+    """Asks torch.compile to step aside while a window wants it; the last one restores it.
 
-    The setting is one per process, hence the count: monitors close in the order in which they opened.
+    The setting is one per process, hence the count: monitors close in the order in which they
+    opened.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """Kernels behind transformers' attention interface that show nothing of themselves.
 
-Compiled flex attention and some builds of flash-attn are single kernels. Models of transformers call
-them through a table, `ALL_ATTENTION_FUNCTIONS`; while a window is open its entries are wrapped, and
-what was asked of them is read from the arguments. Whatever the hub saw during the call itself (a
-kernel of torch) comes first: it is what was computed. Imported only if transformers is loaded.
+Compiled flex attention and some builds of flash-attn are single kernels. Models of transformers
+call them through a table, `ALL_ATTENTION_FUNCTIONS`; while a window is open its entries are
+wrapped, and what was asked of them is read from the arguments. Whatever the hub saw during the call
+itself (a kernel of torch) comes first: it is what was computed. Imported only if transformers is
+loaded.
 """
 
 import functools

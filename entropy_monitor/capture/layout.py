@@ -108,7 +108,7 @@ class Arranged:
 def arranged(
     axes: Axes, sizes: Sequence[int], heads: int | None, batch: int | None
 ) -> Arranged | str:
-    """Find what makes (batch, heads, queries, keys) out of logits, or say in words why nothing does.
+    """Find what makes (batch, heads, queries, keys) out of logits, or say why nothing does.
 
     Args:
         axes: Letters of the logits; exactly one `k`.

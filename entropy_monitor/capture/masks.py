@@ -1,10 +1,11 @@
 """Masks that hide keys by a large negative number instead of -inf.
 
 Minus infinity, the smallest number of a type and anything below -1e8 hide a key wherever logits are
-read (`calls.masked_below`). People also add -10000 (BERT of old) or -100 (Swin). Such keys would count
-as visible: the weights are right, but the support, the evenness and the spread would not be. A
-constant written into scores at hidden places says so itself; an added tensor is a mask if nothing
-lies between its lowest value and the rest, as it would with a bias that grows with distance (ALiBi).
+read (`calls.masked_below`). People also add -10000 (BERT of old) or -100 (Swin). Such keys would
+count as visible: the weights are right, but the support, the evenness and the spread would not be.
+A constant written into scores at hidden places says so itself; an added tensor is a mask if nothing
+lies between its lowest value and the rest, as it would with a bias that grows with distance
+(ALiBi).
 """
 
 import weakref
@@ -22,7 +23,7 @@ _MAYBE_A_MASK = -99.0
 
 
 class Masks:
-    """Finds the hiding value of added tensors; remembers the last ones, since layers share a mask."""
+    """Finds the hiding value of added tensors; remembers the last ones, as layers share them."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int | None, float | None]] = {}

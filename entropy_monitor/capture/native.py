@@ -79,7 +79,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _visible(mask: Tensor | None, kind: int | None) -> Tensor | None:
-    """The fast path's mask hides where it is True: 0 (queries, keys), 1 (batch, keys), 2 all four axes."""
+    """True hides; kind 0: (queries, keys), 1: (batch, keys), 2: all four axes."""
     if mask is None:
         return None
     visible = ~mask.bool()

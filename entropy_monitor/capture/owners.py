@@ -1,11 +1,11 @@
-"""Whose attention is it: the innermost module on the stack that is part of the model and owns parameters.
+"""Whose attention it is: the innermost module of the model on the stack that owns parameters.
 
-Nothing is installed on the model. When a kernel runs, the Python frames above it are walked up to the
-first call of such a module; helpers without parameters (dropout, a bare softmax module) are passed
-over. Names are those of `named_modules`, without what wrappers add (`torch.compile`, DDP, FSDP,
-activation checkpointing). Only frames of module calls and of methods of the model's classes are
-looked into: reading the locals of a frame keeps them alive until it ends (before Python 3.13), which
-would hold the graph of a whole step if a training loop were among them.
+Nothing is installed on the model. When a kernel runs, the Python frames above it are walked up to
+the first call of such a module; helpers without parameters (dropout, a bare softmax module) are
+passed over. Names are those of `named_modules`, without what wrappers add (`torch.compile`, DDP,
+FSDP, activation checkpointing). Only frames of module calls and of methods of the model's classes
+are looked into: reading the locals of a frame keeps them alive until it ends (before Python 3.13),
+which would hold the graph of a whole step if a training loop were among them.
 """
 
 import re
@@ -36,7 +36,8 @@ _WRAPPER = re.compile(r"DataParallel|^DDP|FullySharded|AveragedModel|DeepSpeed|_
 """Classes whose child `module` is the wrapped module; elsewhere `module` is an ordinary name."""
 
 _HEAD_COUNTS = (
-    "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "num_head", "heads", "h",
+    "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "num_head",
+    "heads", "h",
 )  # fmt: skip
 
 _CROSS = re.compile(
@@ -210,7 +211,7 @@ class Owners:
         return kind
 
     def _name(self, module: Any) -> str | Foreign | None:
-        """Name of a module of the model or of what it wraps; Foreign if it is none of the model's."""
+        """Name of a module of the model or of what it wraps; Foreign if it is neither."""
         name = self.names.get(id(module))
         if name is not None or not isinstance(module, nn.Module):
             return name
@@ -232,7 +233,7 @@ class Owners:
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that own parameters, by names without what wrappers add; the model by its class name."""
+    """Modules that own parameters, by names without wrappers; the model by its class name."""
     stripped = _strippable(root)
     for name, module in root.named_modules():
         if next(module.parameters(), None) is not None:
@@ -284,7 +285,7 @@ def _unwrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _method_codes(kind: type) -> Iterator[CodeType]:
-    """Code of all methods that the classes of a module define below nn.Module, decorators undone."""
+    """Code of the methods that a module's classes define below nn.Module, decorators undone."""
     for base in kind.__mro__:
         if base in (nn.Module, object):
             continue

@@ -1,9 +1,9 @@
-"""What discovery learned: which calls a model makes, in which order, and what is called how in compiled code.
+"""What discovery learned: the calls of a model, their order, and their names in compiled code.
 
-Inside a compiled graph there is no module on the stack. A call is named by its shape (heads, width) and
-its place in the order that discovery found below the compiled module. If calls of the same shape
-belong to different parts of a model (two towers, encoder and decoder), inductor may order them freely,
-and no name is given.
+Inside a compiled graph there is no module on the stack. A call is named by its shape (heads, width)
+and its place in the order that discovery found below the compiled module. If calls of the same
+shape belong to different parts of a model (two towers, encoder and decoder), inductor may order
+them freely, and no name is given.
 """
 
 import re

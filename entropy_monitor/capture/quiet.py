@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 def quiet(device: str, *, function_modes: bool = False) -> Iterator[None]:
     """No gradient, no autocast on this kind of device, no dispatch or function mode of anybody.
 
-    A flop counter of the user does not count what we compute, `torch.set_default_device` does not move
-    it. The global random state is not touched here; receivers bring their own generator.
+    A flop counter of the user does not count what we compute, `torch.set_default_device` does not
+    move it. The global random state is not touched here; receivers bring their own generator.
     """
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     try:

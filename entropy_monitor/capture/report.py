@@ -1,4 +1,4 @@
-"""`CaptureReport`: what one window saw, what it could not see and why, in words a person can act on."""
+"""`CaptureReport`: what one window saw, what it could not see, and why."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,7 +23,8 @@ class CaptureReport:
         way: How each name was seen: `"sdpa"`, `"softmax"`, `"flex"`, `"interface"` or `"native"`.
         idle: Attention modules that did not run.
         skipped: Calls left out on purpose, per name: single queries of a decoding loop.
-        foreign: Calls of modules that are not part of the model (an EMA copy, a teacher), per class.
+        foreign: Calls of modules that are not part of the model (an EMA copy, a teacher), per
+            class.
         reliable: False if names of calls inside compiled code could not be told apart, so that the
             numbers of this window must not be used.
         notes: What the session decided for the windows to come.
@@ -67,8 +68,8 @@ class CaptureReport:
             parts.append(f"Seen: {_count(len(self.seen), 'attention layer')} ({ways}).")
         elif not (self.unseen or self.opaque or self.lost):
             parts.append(
-                "No attention was computed by this model while it was observed, or none that can be "
-                f"recognised. Looked for: {LOOKED_FOR}."
+                "No attention was computed by this model while it was observed, or none that can "
+                f"be recognised. Looked for: {LOOKED_FOR}."
             )
         else:
             parts.append(f"No attention could be read. Looked for: {LOOKED_FOR}.")
@@ -97,11 +98,12 @@ class CaptureReport:
     def _candidates(self) -> str:
         if not self.candidates:
             return (
-                "No module of the model has a class name that looks like attention; if it has attention "
-                "modules, name their class in `attention_modules`."
+                "No module of the model has a class name that looks like attention; if it has "
+                "attention modules, name their class in `attention_modules`."
             )
         if self.idle and not self.unseen:
-            return f"{_count(self.candidates, 'module')} look like attention, but none of them ran: {_some(self.idle)}."
+            looks = _count(self.candidates, "module")
+            return f"{looks} look like attention, but none of them ran: {_some(self.idle)}."
         return ""
 
 

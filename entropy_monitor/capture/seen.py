@@ -1,4 +1,4 @@
-"""`Seen`: one attention as a kernel shows it, before it has an owner; `Lost`: one that cannot be read."""
+"""`Seen`: one attention as a kernel shows it, without an owner; `Lost`: one that cannot be read."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Attention was computed here, and cannot be handed over; `opaque` where nobody could look into it."""
+    """Attention was computed and cannot be handed over; `opaque`: nobody can look into it."""
 
     reason: str
     opaque: bool = False

@@ -1,9 +1,10 @@
 """`CaptureSession`: what is known about the attention of one model, and the windows opened on it.
 
-The first window is *discovery*: compiled code steps aside (`torch.compiler.set_stance("force_eager")`),
-so that every attention is seen with its owner, and modules that look like attention are noted when
-they run. Later windows leave compiled code alone. Where compiled code hides attention, or where names
-would be ambiguous, monitored steps run uncompiled or leave these layers out, as the user chose.
+The first window is *discovery*: compiled code steps aside
+(`torch.compiler.set_stance("force_eager")`), so that every attention is seen with its owner, and
+modules that look like attention are noted when they run. Later windows leave compiled code alone.
+Where compiled code hides attention, or where names would be ambiguous, monitored steps run
+uncompiled or leave these layers out, as the user chose.
 """
 
 import fnmatch
@@ -20,16 +21,19 @@ from entropy_monitor.capture.window import OnCall, Window
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|mha(?![a-z])", re.IGNORECASE)
 
 _NOT_COMPUTED = (
-    "it ran, but no fused attention kernel was called in it, nor a softmax of q.k scores whose result "
-    "multiplied values; attention of another form, or one that is hidden in a single operation"
+    "it ran, but no fused attention kernel was called in it, nor a softmax of q.k scores whose "
+    "result multiplied values; attention of another form, or hidden in a single operation"
 )
-_UNCOMPILED = "Compiled code hides attention or mixes its order ({}): monitored steps run uncompiled from now on."
+_UNCOMPILED = (
+    "Compiled code hides attention or mixes its order ({}): "
+    "monitored steps run uncompiled from now on."
+)
 _ABSENT = (
     "seen in an earlier window, but not in this one: compiled code hides it, or it did not run"
 )
 
 _REDISCOVERIES = 3
-"""How often missing layers make a window learn anew, before they are taken as layers that rest at times."""
+"""How often missing layers make a window learn anew, before they count as resting at times."""
 
 
 class CaptureSession:
@@ -37,12 +41,15 @@ class CaptureSession:
 
     Args:
         model: The model; nothing is installed on it.
-        candidates: Shell pattern of further class names that are attention modules. Only used to say
+        candidates: Shell pattern of further class names that are attention modules. Only used to
+            say
             what was not seen.
-        compiled: What to do where compiled code hides attention: `"force_eager"` runs monitored steps
+        compiled: What to do where compiled code hides attention: `"force_eager"` runs monitored
+            steps
             uncompiled, `"skip"` reports and leaves the layers out.
         decode: Also hand over single queries of a decoding loop.
-        on_error: `"warn"` collects errors in the report, `"raise"` raises the first one when the window
+        on_error: `"warn"` collects errors in the report, `"raise"` raises the first one when the
+            window
             closes. The model never sees them.
 
     Raises:
@@ -51,7 +58,7 @@ class CaptureSession:
 
     Examples:
         >>> import torch
-        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
         >>> session = CaptureSession(layer)
         >>> shapes = []
         >>> with session.window(lambda call: shapes.append((call.name, call.shape))) as report:
@@ -96,12 +103,13 @@ class CaptureSession:
     def window(self, on_call: OnCall) -> Window:
         """Open a window: a context manager that gives a `CaptureReport`, complete when it closes.
 
-        `on_call` gets each `AttentionCall` at once, while the model waits: its tensors are valid only
-        during the call. It runs without gradient and autocast, and unseen by the window.
+        `on_call` gets each `AttentionCall` at once, while the model waits: its tensors are valid
+        only during the call. It runs without gradient and autocast, and unseen by the window.
         """
         return Window(self, on_call)
 
-    # Called by the window ---------------------------------------------------------------------------
+    # Called by the window
+    # ---------------------------------------------------------------------------
 
     def begin(self, window: Window) -> tuple[bool, bool]:
         """Prepare for a window: must compiled code step aside, must transformers' table be wrapped.

@@ -1,10 +1,11 @@
 """Attention that is written out: softmax over scores q k^T, whose result multiplies values.
 
-Hugging Face's eager attention, nn.MultiheadAttention with weights, timm unfused, hand-written modules,
-and F.scaled_dot_product_attention where it falls back to plain operations (dropout on a CPU). A
-tensor is followed from a batched matrix product through element-wise operations and views to a
-softmax, and from there to the matrix product that contracts its keys. Only then is it attention: a
-router's softmax does not come from a batched product, a linear attention's does not contract keys.
+Hugging Face's eager attention, nn.MultiheadAttention with weights, timm unfused, hand-written
+modules, and F.scaled_dot_product_attention where it falls back to plain operations (dropout on a
+CPU). A tensor is followed from a batched matrix product through element-wise operations and views
+to a softmax, and from there to the matrix product that contracts its keys. Only then is it
+attention: a router's softmax does not come from a batched product, a linear attention's does not
+contract keys.
 
 The softmax input is handed over when the values are multiplied, so it lives a little longer than it
 would; if the model wrote into it in between, the call is reported as lost instead.

@@ -112,7 +112,8 @@ class Window:
         """Keep an error for the report."""
         self.report.errors.append(error)
 
-    # Naming and handing over ------------------------------------------------------------------------
+    # Naming and handing over
+    # ------------------------------------------------------------------------
 
     def _receive(self, found: Found, owner: Owner) -> None:
         if not owner.continues(self._forward):
@@ -209,9 +210,7 @@ def _material(found: Seen, owner: Owner) -> dict[str, Any] | Lost | None:
     assert found.query is not None
     assert found.key is not None
     if found.query.ndim != 4 or found.key.ndim != 4:
-        return Lost(
-            f"its queries have {found.query.ndim} axes where (batch, heads, tokens, width) were expected"
-        )
+        return Lost(f"its queries have {found.query.ndim} axes, not (batch, heads, tokens, width)")
     return {
         "query": found.query,
         "key": found.key,

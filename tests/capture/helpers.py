@@ -47,7 +47,7 @@ def capture(
 def assert_weights(
     measured: Measured, weights: Mapping[str, Tensor], *, atol: float = 1e-5
 ) -> None:
-    """Statistics equal those of the logarithm of these weights; a row that sums to less has a learned sink."""
+    """Statistics equal those of the logarithm of these weights; what is missing to 1 is a sink."""
     for name, stats in measured.stats.items():
         w = weights[name].detach().double()
         missing = (1 - w.sum(-1, keepdim=True)).clamp_min(0)
@@ -59,11 +59,11 @@ def assert_weights(
         # A softmax does not know the level of its logits.
         shift = torch.as_tensor(reference.max_logit) - stats.max_logit.double()
         assert shift.isfinite().all()
-        assert_matches_reference(_levelled(stats, reference), reference, atol=atol)
+        assert_matches_reference(_Levelled(stats, reference), reference, atol=atol)
 
 
-class _levelled:
-    """Statistics with the level of the logits, which weights do not tell, taken from the reference."""
+class _Levelled:
+    """Statistics with the level of the logits, which weights do not tell, of the reference."""
 
     def __init__(self, stats: RowStatistics, reference: Any) -> None:
         self._stats = stats

@@ -1,4 +1,4 @@
-"""torch.compile in its usual forms: names, numbers, no recompilation, and nothing hidden silently."""
+"""torch.compile in its usual forms: names, numbers, no recompilation, nothing hidden silently."""
 
 from collections.abc import Callable, Iterator
 

@@ -27,7 +27,7 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 class Flex(Projected):
-    """Flex attention with a score function that reads a table, and a document mask that reads another."""
+    """Flex attention with a score function that reads a table, and a mask that reads another."""
 
     kernel = staticmethod(flex_attention)
     grouped = False

@@ -38,7 +38,7 @@ def weights(call: AttentionCall) -> Tensor:
     """softmax of the logits of a call, from its fields alone; rows that see nothing are zero."""
     assert call.query is not None
     assert call.key is not None
-    b, h, t, s = call.shape
+    _, h, t, s = call.shape
     key = call.key.repeat_interleave(h // call.key.shape[1], 1)
     scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
     logits = call.query.double() @ key.double().mT * scale
@@ -133,7 +133,8 @@ def test_dropout_is_not_in_the_weights() -> None:
     torch.testing.assert_close(seen[0.0], seen[0.5], atol=1e-12, rtol=0)
 
 
-# Kernels of other devices, by their schemas --------------------------------------------------------
+# Kernels of other devices, by their schemas
+# --------------------------------------------------------
 
 
 def read(name: str, *args: Any, **kwargs: Any) -> Seen | Lost:
@@ -219,9 +220,9 @@ def test_flash_attn_as_an_operation_of_another_package() -> None:
     library = torch.library.Library("flash_attn", "FRAGMENT")
     try:
         library.define(
-            "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale,"
-            " bool causal, int window_size_left, int window_size_right, float softcap,"
-            " Tensor? alibi_slopes, bool return_softmax) -> (Tensor, Tensor)"
+            "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p,"
+            " float softmax_scale, bool causal, int window_size_left, int window_size_right,"
+            " float softcap, Tensor? alibi_slopes, bool return_softmax) -> (Tensor, Tensor)"
         )
         library.impl("_flash_attn_forward", lambda q, *rest: (q + 0, q.sum((1, 3))), "CPU")
 

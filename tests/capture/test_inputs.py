@@ -85,7 +85,7 @@ def test_an_empty_sequence(way: str) -> None:
     mask[1] = 0
     measured = run("llama", way, input_ids=tokens(length=T), attention_mask=mask)
     assert counts(measured, 0)[1] == Counter({RowKind.EMPTY: T})
-    stats = list(measured.stats.values())[0]
+    stats = next(iter(measured.stats.values()))
     assert stats.total_entropy.isfinite().all()
 
 

@@ -394,7 +394,7 @@ def test_generation_leaves_single_queries_out() -> None:
     prompt = tokens(length=5)
     for _ in range(2):
         shapes = []
-        with session.window(lambda call: shapes.append(call.shape)) as report:
+        with session.window(lambda call, to=shapes: to.append(call.shape)) as report:
             model.generate(prompt, max_new_tokens=4, do_sample=False)
         assert shapes == [(2, 4, 5, 5)] * 2
         assert sum(report.skipped.values()) == 6
@@ -516,7 +516,7 @@ def test_a_fault_of_ours_at_any_stage_changes_nothing(
 
 
 def test_wrong_options_are_named() -> None:
-    with pytest.raises(TypeError, match="`model` must be a torch.nn.Module, got int"):
+    with pytest.raises(TypeError, match=r"torch\.nn"):  # or by the type checker of the tests
         CaptureSession(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`compiled` must be 'force_eager' or 'skip', got 'x'"):
         CaptureSession(nn.Linear(1, 1), compiled="x")

@@ -128,8 +128,8 @@ def test_forms_without_a_softmax_over_keys_are_reported() -> None:
 def _transformers(name: str, **config: Any) -> nn.Module:
     transformers = load("transformers")
     kind = getattr(transformers, name)
-    return kind(kind.config_class(vocab_size=50, hidden_size=32, num_hidden_layers=1,
-                                  num_attention_heads=4, intermediate_size=32, **config))  # fmt: skip
+    small = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32}
+    return kind(kind.config_class(num_hidden_layers=1, num_attention_heads=4, **small, **config))
 
 
 def test_longformer_is_reported_not_guessed() -> None:
@@ -156,7 +156,7 @@ def test_swin_windows_are_sequences_and_its_mask_of_minus_100_hides() -> None:
         image_size=16, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4
     )
     model = transformers.SwinModel._from_config(config, attn_implementation="eager").eval()
-    measured, report, out = capture(model, lambda: model(image(), output_attentions=True))
+    measured, report, _ = capture(model, lambda: model(image()))
     names = ["encoder.layers.0.blocks.0.attention", "encoder.layers.0.blocks.1.attention"]
     assert list(measured.stats) == names
     assert report.complete

@@ -50,7 +50,7 @@ def compare(model: nn.Module, run: Callable[[], Any], names: set[str]) -> dict[s
         run()
     measured, report, _ = capture(model, run)
     assert set(measured.stats) == names == set(weights)
-    assert not (report.unseen or report.lost or report.opaque)
+    assert report.complete
     assert_weights(measured, weights, atol=1e-9)
     return measured.cross
 
