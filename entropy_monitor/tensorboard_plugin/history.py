@@ -4,7 +4,7 @@ Built from tensors out of a log folder or from a record (the one-file report); n
 which. Tensors that do not fit the layout are left out and counted in words, never guessed at.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from entropy_monitor.tensorboard_plugin.layout import Layout
 from entropy_monitor.writers.tensorboard import SINCE_NAME
 
 Floats = npt.NDArray[Any]
+
+_MAX_ANSWERS = 8
 
 SPLIT_NAMES = (
     "binary_entropy",
@@ -57,6 +59,7 @@ class History:
     notices: tuple[str, ...] = ()
     baseline_step: int | None = None
     _changes: dict[str, Floats] = field(default_factory=dict, repr=False, compare=False)
+    _answers: dict[object, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +82,16 @@ class History:
             if known.size:
                 return int(known[-1])
         return int(self.steps[np.argmax(recorded)])
+
+    def cached(self, key: object, make: Callable[[], bytes]) -> bytes:
+        """Return a small answer that takes long to compute, made once per key; keeps the last few."""
+        found = self._answers.get(key)
+        if found is None:
+            found = make()
+            while len(self._answers) >= _MAX_ANSWERS:
+                self._answers.pop(next(iter(self._answers), key), None)
+            self._answers[key] = found
+        return found
 
     def stat(self, name: str) -> Floats:
         """Return one recorded statistic, ``(n, heads)``.

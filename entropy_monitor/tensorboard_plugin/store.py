@@ -2,7 +2,9 @@
 
 A provider hands out all steps of a tag or a thinned set, never a range, so what was read is kept
 until the run has a newer step. How many steps are asked for follows from a byte budget and the
-shape in the metadata: one answer of the default loader is capped at 256 MiB.
+shape in the metadata: one answer of the default loader is capped at 256 MiB. Of a very large run a
+few steps are read at once, so that the page opens as fast as for a small one, and the others in
+the background.
 """
 
 import json
@@ -23,10 +25,13 @@ from entropy_monitor.tensorboard_plugin.layout import Layout, LayoutError, parse
 HEADS_TAG = "attention_heads"
 ALERTS_TAG = "attention_alerts_json"
 
-READ_BUDGET = 128 << 20
-"""Bytes of tensors to ask for at once."""
+FIRST_BUDGET = 24 << 20
+"""Bytes of tensors to wait for."""
 
-CACHE_BUDGET = 512 << 20
+READ_BUDGET = 192 << 20
+"""Bytes of tensors to ask for in the background."""
+
+CACHE_BUDGET = 640 << 20
 """Bytes of histories to keep."""
 
 MAX_ALERT_BYTES = 16 << 20
@@ -40,6 +45,23 @@ class _Entry:
 
     token: tuple[Any, ...]
     history: History
+    large: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What to read, and how to tell that it is still the same."""
+
+    ctx: Any
+    experiment: str
+    run: str
+    layout: Layout
+    has_alerts: bool
+    token: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.experiment, self.run
 
 
 class RunStore:
@@ -52,9 +74,10 @@ class RunStore:
     def __init__(self, data_provider: Any) -> None:
         self._provider = data_provider
         self._cache: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        # One at a time: a page asks for several answers at once, which share one read.
         self._lock = threading.Lock()
-        # One read at a time: a page asks for several answers at once, which share one read.
-        self._reading = threading.Lock()
+        self._threads: dict[tuple[str, str], threading.Thread] = {}
+        self._completed: dict[tuple[str, str], int] = {}
 
     def list_runs(self, ctx: Any, experiment: str) -> list[dict[str, Any]]:
         """Return every run that has our tensor, by name; those that cannot be read say why."""
@@ -77,7 +100,9 @@ class RunStore:
                 _number(series.max_step),
                 _number(series.max_wall_time),
                 _number(None if alerts is None else alerts.max_wall_time),
+                self._completed.get((experiment, run), 0),
             ]
+            entry["loading"] = (experiment, run) in self._threads
             runs.append(entry)
         return runs
 
@@ -102,14 +127,51 @@ class RunStore:
             series.plugin_content,
             alerts and alerts.max_wall_time,
         )
-        key = (experiment, run)
-        with self._reading:
-            entry = self._cache.get(key)
-            if entry is None or entry.token != token:
-                history = self._read(ctx, experiment, run, layout, has_alerts=alerts is not None)
-                entry = _Entry(token=token, history=history)
-                self._keep(key, entry)
+        source = _Source(
+            ctx=ctx,
+            experiment=experiment,
+            run=run,
+            layout=layout,
+            has_alerts=alerts is not None,
+            token=token,
+        )
+        with self._lock:
+            entry = self._cache.get(source.key)
+            if entry is None or (entry.token != token and not entry.large):
+                history, large = self._read(source, FIRST_BUDGET)
+                entry = _Entry(token=token, history=history, large=large)
+                self._keep(source.key, entry)
+                if large:
+                    self._read_in_background(source)
+            elif entry.token != token:
+                # What is known is shown until the new steps are here.
+                self._read_in_background(source)
             return entry.history
+
+    def _read_in_background(self, source: _Source) -> None:
+        if source.key in self._threads:
+            return
+
+        def work() -> None:
+            found = None
+            try:
+                found, _ = self._read(source, READ_BUDGET)
+            except HistoryError as error:
+                logger.warning("The other steps of a run are left out: %s", error)
+            with self._lock:
+                del self._threads[source.key]
+                if found is not None:
+                    self._keep(source.key, _Entry(token=source.token, history=found, large=True))
+                    self._completed[source.key] = self._completed.get(source.key, 0) + 1
+
+        thread = threading.Thread(target=work, name="entropy_monitor-read", daemon=True)
+        self._threads[source.key] = thread
+        thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being read in the background."""
+        for thread in list(self._threads.values()):
+            thread.join()
 
     def _keep(self, key: tuple[str, str], entry: _Entry) -> None:
         self._cache[key] = entry
@@ -132,25 +194,28 @@ class RunStore:
         )
         return found
 
-    def _read(
-        self, ctx: Any, experiment: str, run: str, layout: Layout, *, has_alerts: bool
-    ) -> History:
+    def _read(self, source: _Source, budget: int) -> tuple[History, bool]:
+        """Return a run's history, and whether it may have more steps than the budget allows."""
+        ctx, experiment, run, layout = source.ctx, source.experiment, source.run, source.layout
         one = 4 * layout.shape[0] * layout.shape[1] * layout.shape[2]
-        limit = max(2, min(SAMPLES, READ_BUDGET // one))
+        limit = max(2, min(SAMPLES, budget // one))
         data = self._read_tag(ctx, experiment, run, HEADS_TAG, limit)
+        more = len(data) >= limit and limit < SAMPLES
         notices = []
-        if len(data) >= limit and limit < SAMPLES:
+        if more and budget < READ_BUDGET:
+            notices.append(f"Showing {limit} of the recorded steps while the others are read.")
+        elif more:
             notices.append(
                 f"Showing {limit} of the recorded steps: one step of this model has {one:,} bytes. "
                 "The record next to the run has them all."
             )
         alerts: tuple[Mapping[str, Any], ...] = ()
         total = 0
-        if has_alerts:
+        if source.has_alerts:
             alerts, total, problem = self._read_alerts(ctx, experiment, run)
             if problem:
                 notices.append(problem)
-        return build_history(
+        history = build_history(
             run,
             layout,
             ((datum.step, datum.numpy) for datum in data),
@@ -158,6 +223,7 @@ class RunStore:
             alerts_total=total,
             notices=tuple(notices),
         )
+        return history, more
 
     def _read_tag(self, ctx: Any, experiment: str, run: str, tag: str, limit: int) -> list[Any]:
         try:

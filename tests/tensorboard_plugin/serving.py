@@ -69,12 +69,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def tensorboard(logdir, tmp, loader="rust", ready=None, path=()):
+def tensorboard(logdir, tmp, loader="rust", ready=None, path=(), seconds=60):
     """Start TensorBoard and wait until it answers.
 
     Args:
         ready: What to wait for, a function of the server; by default that it answers at all.
         path: Folders to put in front of PYTHONPATH.
+        seconds: How long to wait for `ready`.
     """
     port, log = free_port(), Path(tmp) / f"tensorboard-{loader}.log"
     extra = entry_point(Path(tmp) / "entry")
@@ -94,7 +95,7 @@ def tensorboard(logdir, tmp, loader="rust", ready=None, path=()):
         server = Server(process, port, log)
         server.wait(lambda one: one.get("data/plugins_listing", plugin=False)[0] == 200)
         if ready is not None:
-            server.wait(ready)
+            server.wait(ready, seconds)
         yield server
     finally:
         process.terminate()

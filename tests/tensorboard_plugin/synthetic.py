@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer import event_file_writer
 
 from entropy_monitor.alerts.alert import Alert
 from entropy_monitor.attribution import split_means
@@ -18,6 +18,10 @@ from entropy_monitor.writers.tensorboard import (
     alerts_summary,
     heads_summary,
 )
+
+# Files are read in the order of their names, which end in a number without leading zeros: 9 comes
+# after 10, and a second file of the same second may be missed.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10_000)
 
 
 def plain_layers(count, heads, pattern="model.layers.{}.self_attn"):
@@ -145,7 +149,7 @@ class EventLog:
     """An event file in a run's folder."""
 
     def __init__(self, folder):
-        self._writer = EventFileWriter(str(folder))
+        self._writer = event_file_writer.EventFileWriter(str(folder))
         # TensorBoard's own checksum takes 0.3 s for a large tensor.
         _use_fast_checksum(SimpleNamespace(event_writer=self._writer))
         self._wall = 1_750_000_000.0

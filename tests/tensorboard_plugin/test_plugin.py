@@ -327,23 +327,65 @@ def test_huge_steps_are_exact(unpack):
     assert header["steps"] == [2**40, 2**40 + 1, 2**40 + 2]
 
 
-def test_a_read_asks_for_no_more_than_the_byte_budget(tmp_path, synthetic, app, monkeypatch):
-    synthetic.write_run(tmp_path / "run", LAYERS, range(0, 101, 10))
+@pytest.fixture
+def small_budgets(monkeypatch):
+    """Room for 3 steps of `LAYERS` at once and 6 in the background; what was asked for."""
     one = 4 * (len(STAT_NAMES) + len(CHANGE_NAMES) + 1) * 4 * 4
-    monkeypatch.setattr(store, "READ_BUDGET", 5 * one)
-    routes = app(tmp_path)
+    monkeypatch.setattr(store, "FIRST_BUDGET", 3 * one)
+    monkeypatch.setattr(store, "READ_BUDGET", 6 * one)
     asked = []
     read = store.RunStore._read_tag
-    monkeypatch.setattr(
-        store.RunStore,
-        "_read_tag",
-        lambda self, ctx, eid, run, tag, limit: (
-            asked.append(limit) or read(self, ctx, eid, run, tag, limit)
-        ),
+
+    def watch(self, ctx, experiment, run, tag, limit):
+        if tag == "attention_heads":
+            asked.append(limit)
+        return read(self, ctx, experiment, run, tag, limit)
+
+    monkeypatch.setattr(store.RunStore, "_read_tag", watch)
+    return asked
+
+
+def test_a_large_run_comes_in_two_parts(tmp_path, synthetic, app, unpack, small_budgets):
+    synthetic.write_run(tmp_path / "run", LAYERS, range(0, 41, 10))
+    routes = app(tmp_path)
+    before = routes.get("runs").json["runs"][0]
+    first = routes.get("alerts", run="run").json["notices"]
+    assert "Showing 3 of the recorded steps while" in first[0]
+    routes.plugin._store.wait()
+    after = routes.get("runs").json["runs"][0]
+    assert (before["version"] != after["version"], after["loading"]) == (True, False)
+    header, _ = unpack(routes.get("frames", run="run", stat="sink_mass").data)
+    assert header["steps"] == [0, 10, 20, 30, 40]
+    assert routes.get("alerts", run="run").json["notices"] == []
+    assert small_budgets == [3, 6]
+
+
+def test_a_read_asks_for_no_more_than_the_byte_budget(tmp_path, synthetic, app, small_budgets):
+    synthetic.write_run(tmp_path / "run", LAYERS, range(0, 101, 10))
+    routes = app(tmp_path)
+    routes.get("alerts", run="run")
+    routes.plugin._store.wait()
+    assert (
+        "Showing 6 of the recorded steps: one" in routes.get("alerts", run="run").json["notices"][0]
     )
-    notices = routes.get("alerts", run="run").json["notices"]
-    assert asked[0] == 5
-    assert "Showing 5 of the recorded steps" in notices[0]
+    assert max(small_budgets) == 6
+
+
+def test_a_large_run_that_grows_stays_on_the_page(tmp_path, synthetic, app, unpack, small_budgets):
+    synthetic.write_run(tmp_path / "run", LAYERS, range(0, 41, 10))
+    routes = app(tmp_path)
+    routes.get("alerts", run="run")
+    routes.plugin._store.wait()
+    log = synthetic.EventLog(tmp_path / "run")
+    log.summary(synthetic.heads_summary(synthetic.emission(LAYERS, 50, 50)), step=50)
+    log.close()
+    routes.reload()
+    last = []
+    for _ in range(2):
+        header, _ = unpack(routes.get("frames", run="run", stat="sink_mass").data)
+        last.append(header["steps"][-1])
+        routes.plugin._store.wait()
+    assert last == [40, 50]
 
 
 def test_one_read_serves_all_answers_until_the_run_grows(run, monkeypatch):

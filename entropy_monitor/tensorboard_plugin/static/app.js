@@ -13,6 +13,7 @@ import { CHOICES, isChange } from "./stats.js";
 import { barsView, curvesView, firstHead, heroView, mapView, shortOf } from "./views.js";
 
 const POLL_MS = 10000;
+const SOON_MS = 1200;
 
 export function start(root, source, host) {
   let state = readState(host.readHash(), initialState());
@@ -116,12 +117,12 @@ export function start(root, source, host) {
 
     const from = String(state.since);
     const attributions = infos.map((one) => library.get("attribution", one.name, from));
-    if (attributions[0].error && state.since !== "baseline") return set({ since: "baseline" });
+    if (attributions[0].error && state.since !== "baseline" && !info.loading) return set({ since: "baseline" });
     const attribution = attributions[0].value;
     // Asked for together: the server reads the run once for all of them.
     const list = library.get("alerts", info.name);
     framesFor(infos);
-    if (!attribution) return attributions[0].error ? message("error", errorPage(attributions[0].error, refresh)) : message("loading", loadingPage());
+    if (!attribution) return attributions[0].error && !info.loading ? message("error", errorPage(attributions[0].error, refresh)) : message("loading", loadingPage());
     if (!attribution.steps.length) return message("error", errorPage("This run has no step that can be shown.", refresh));
     return renderCards(infos, attributions.map((one) => one.value), list);
   }
@@ -255,9 +256,17 @@ export function start(root, source, host) {
   new ResizeObserver(resized).observe(root);
   window.addEventListener("resize", resized);
   if (source.live) {
-    setInterval(() => {
-      if (document.visibilityState === "visible") library.refresh();
-    }, POLL_MS);
+    const poll = () => {
+      // A very large run comes in two parts; the second is a second or two away.
+      const soon = (library.runs || []).some((one) => one.loading);
+      setTimeout(async () => {
+        if (document.visibilityState === "visible") await library.refresh();
+        poll();
+      }, soon ? SOON_MS : POLL_MS);
+    };
+    refresh().then(poll);
+    applyTheme();
+    return null;
   }
   applyTheme();
   return refresh();
