@@ -26,6 +26,7 @@ def series(steps):
         ("global_step1200", 1200),
         ("stage1-step1000-tokens3B", 1000),
         ("iter_0001000", 1000),
+        ("checkpoint-2-step400", 400),
         ("step-10k", 10_000),
         ("step2m", 2_000_000),
         ("000250.safetensors", 250),

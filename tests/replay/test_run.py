@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GPTNeoXForCausalLM
 
 from entropy_monitor.replay import ModelSpec, ReplayError, ReplaySettings, TokenSpec, replay
+from entropy_monitor.replay.results import sink_formed
 from entropy_monitor.replay.rows import PartStore
-from entropy_monitor.writers import read_run
+from entropy_monitor.writers import Emission, read_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +88,18 @@ def test_both_series_against_eager_weights(twin, tmp_path):
     assert run.stat("sink_mass")[-1] == pytest.approx(after["s"].mean((0, 2)).numpy(), abs=1e-5)
     errors = change["se"]
     assert 0 < errors["total"] < 0.1
+
+
+def test_a_sink_has_formed_when_it_stays():
+    def emission(step, mass):
+        stats = np.array([mass], dtype=np.float32)
+        return Emission(step=step, layers=(("a", 4),), stats=stats, stat_names=("sink_mass",))
+
+    series = [[0.5, 0.1, 0.4, np.nan], [0.1, 0.1, 0.4, 0.9], [0.9, 0.2, 0.4, 0.9]]
+    formed = sink_formed([emission(10 * k, mass) for k, mass in enumerate(series)])
+    assert formed.tolist()[0] == 20  # a sink at step 0 that went away does not count
+    assert np.isnan(formed[1])
+    assert formed.tolist()[2:] == [0, 10]
 
 
 def test_formed_sinks_and_tables(tmp_path, few):
@@ -198,6 +211,23 @@ def test_shards_leave_the_results_to_the_last(few, tmp_path):
     assert not (tmp_path / "two" / "entropy_monitor").exists()
     assert replay(settings(few, tmp_path / "two", shard=(0, 2))).finished
     assert results(tmp_path / "one") == results(tmp_path / "two")
+
+
+def test_stopped_in_the_middle_and_resumed(few, tmp_path):
+    replay(settings(few, tmp_path / "calm"))
+
+    def stop(line):
+        if "step64" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(settings(few, tmp_path / "stopped"), say=stop)
+    assert len(list((tmp_path / "stopped/replay/parts").iterdir())) == 2
+    (tmp_path / "stopped/replay/parts/.00002.1.tmp").write_bytes(b"half a part")
+    said = []
+    replay(settings(few, tmp_path / "stopped"), say=said.append)
+    assert "2 checkpoints are measured already" in said
+    assert results(tmp_path / "stopped") == results(tmp_path / "calm")
 
 
 def test_results_are_the_same_bytes_when_made_again(few, tmp_path):
