@@ -13,8 +13,10 @@ from torch import Tensor
 
 from entropy_monitor.calls import AttentionCall, masked_below
 
-HIDDEN = -1e30
-"""Finite stand-in for the logit of a hidden key: exp() of it is 0, and 0 times it is 0."""
+HIDDEN = -1.0723e30
+"""Finite stand-in for the logit of a hidden key: exp() of it is 0, and 0 times it is 0.
+
+Not a round number, so that the absurd value of a hidden key is unlikely to cancel it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from entropy_monitor._support import HIDDEN, Block, Pairs, Rows, Support
 from entropy_monitor._tiles import TILE, overwrite_hidden, reduce_tile
 from entropy_monitor.calls import AttentionCall
 
-_KEY_ELEMENTS = 2**20
-"""Elements of key converted at a time (4 MiB in float32), where a conversion is needed at all."""
+_KEY_ELEMENTS = 2**19
+"""Elements of key converted at a time (2 MiB in float32), where a conversion is needed at all."""
 
 _BLOCK_ROWS = 128
 """Rows of a block: enough for an efficient matrix product, few enough to waste little of the causal
@@ -35,7 +35,8 @@ class RowSums:
     mass: Tensor
     drop: Tensor
     first: Tensor
-    scatter: Tensor
+    norm: Tensor
+    centre: Tensor
     visible: Tensor
     """Number of visible keys, 0 for padding; learned sinks are no keys."""
     content: Tensor
@@ -46,7 +47,7 @@ class RowSums:
     """(sink keys, batch, heads, rows): which keys they are, where rows differ in them."""
 
 
-_NAMES = ("top", "mass", "drop", "first", "scatter", "visible", "content")
+_NAMES = ("top", "mass", "drop", "first", "norm", "centre", "visible", "content")
 _FIXED = len(_NAMES)
 
 
@@ -119,7 +120,10 @@ class Sweep:
     def run(self) -> RowSums:
         """Compute the sums of all rows, and fill `columns`."""
         chunks = _Parts()
-        for chunk, key in self._key_chunks():
+        key = None
+        for chunk in self._chunks():
+            del key  # before the next one is made
+            key = self._keys(chunk)
             pairs = chunk.times(self.stacked)
             blocks = _Parts()
             for slots in self._blocks():
@@ -149,18 +153,21 @@ class Sweep:
 
     # Cutting -----------------------------------------------------------------------------------
 
-    def _key_chunks(self) -> Iterator[tuple[Pairs, Tensor | None]]:
-        """Rectangles of (sequence, key head) pairs with their keys (pairs, keys, width)."""
+    def _chunks(self) -> Iterator[Pairs]:
+        """Rectangles of (sequence, key head) pairs whose keys are at hand together."""
         everything = Pairs(b0=0, b1=self.batch, h0=0, h1=self.kv_heads)
         key = self.call.key
-        if key is None:
-            yield everything, None
-        elif key.dtype == self.dtype and key.is_contiguous():
-            yield everything, key.view(-1, self.t_k, key.shape[-1])
+        if key is None or (key.dtype == self.dtype and key.is_contiguous()):
+            yield everything
         else:
-            for pairs in _groups(everything, self.t_k * key.shape[-1], _KEY_ELEMENTS):
-                part = pairs.narrow(key).to(self.dtype).contiguous()
-                yield pairs, part.view(-1, self.t_k, key.shape[-1])
+            yield from _groups(everything, self.t_k * key.shape[-1], _KEY_ELEMENTS)
+
+    def _keys(self, pairs: Pairs) -> Tensor | None:
+        """Keys of a chunk (pairs, keys, width), in the dtype of the computation."""
+        if self.call.key is None:
+            return None
+        key = pairs.narrow(self.call.key).to(self.dtype).contiguous()
+        return key.view(-1, self.t_k, key.shape[-1])
 
     def _blocks(self) -> Iterator[slice]:
         """Slots of rows that are computed together."""
@@ -204,6 +211,7 @@ class Sweep:
             sinks=sinks,
             visible=visible,
             content=content,
+            size=content.clamp(min=1),
             weight=weight * (content >= 2),
             logits=None if logits is None else logits[..., block.start : block.stop],
             virtual=self._virtual(pairs, rows, logits),
@@ -232,16 +240,14 @@ class Sweep:
         b, h, r, n = pairs.batch, pairs.heads, slots.stop - slots.start, block.stop - block.start
         x, e = self._buffer((b, h, r, n))
         # A GPU is not asked: there one more pass is cheaper than waiting for the answer.
-        careful = x.is_cuda
-        while True:
+        careful, sums = x.is_cuda, None
+        while sums is None:
             self._fill(x, kv, chunk, slots, key, plan)
             if careful:
                 overwrite_hidden(x, block)
-            sums = reduce_tile(x, e, block, plan.sinks, plan.virtual, plan.content)
-            share = sums.share(plan.weight)
-            if careful or sums.plausible(share):
-                break
-            careful = True
+            sums = reduce_tile(x, e, block, plan.sinks, plan.virtual, plan.size, careful=careful)
+            careful = careful or sums is None
+        share = sums.share(plan.weight)
         if careful:
             # 0 * NaN is NaN: rows that hold one must not reach the sums over rows.
             finite = sums.finite()
@@ -251,8 +257,9 @@ class Sweep:
         columns = self.columns[place : place + b * h, :, block.start : block.stop]
         columns.baddbmm_(share.reshape(b * h, 1, r), e.view(b * h, r, n))
 
-        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.scatter]
-        numbers += [plan.visible.expand(b, h, r), plan.content.expand(b, h, r)]
+        numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.norm]
+        numbers += [sums.centre.expand(b, h, r), plan.visible.expand(b, h, r)]
+        numbers.append(plan.content.expand(b, h, r))
         if sums.sink_logits is not None:
             numbers += sums.sink_logits.unbind(-1)
         keys = None
@@ -306,6 +313,8 @@ class _Plan:
     """(b or 1, h or 1, rows): number of visible keys, 0 for padding."""
     content: Tensor
     """Number of content keys."""
+    size: Tensor
+    """The same, at least 1."""
     weight: Tensor
     """Weight of the row, 0 if it does not count."""
     logits: Tensor | None
@@ -321,6 +330,7 @@ class _Plan:
             sinks=None if self.sinks is None else self.sinks.narrow(pairs),
             visible=pairs.narrow(self.visible),
             content=pairs.narrow(self.content),
+            size=pairs.narrow(self.size),
             weight=pairs.narrow(self.weight),
             virtual=None if self.virtual is None else pairs.narrow(self.virtual),
         )

@@ -17,10 +17,6 @@ from entropy_monitor._support import HIDDEN, Block
 TILE = 2**19
 """Logits of a tile: 2 MiB in float32; two such buffers are alive at a time."""
 
-_GARBAGE = 1e15
-"""A content maximum above this is no logit: `HIDDEN` was added to the product with a hidden key
-that holds something as large."""
-
 _LOG2_E = math.log2(math.e)
 
 
@@ -36,8 +32,10 @@ class TileSums:
     """sum of (l - top) exp(l - top), in bits, <= 0."""
     first: Tensor
     """sum of l - top, in bits."""
-    scatter: Tensor
-    """sum of (l - mean l)^2, in bits^2."""
+    centre: Tensor
+    """c, where deviations are measured from, relative to the top, in bits: 0 or the mean."""
+    norm: Tensor
+    """Square root of the sum of (l - top - c)^2, in bits."""
     sink_logits: Tensor | None
     """(b, h, rows, sinks): logits of the sink keys, then of the learned sinks; -inf for none."""
 
@@ -48,18 +46,15 @@ class TileSums:
             sinks = self.sink_logits
             lse = sinks[..., 0] if sinks.shape[-1] == 1 else sinks.logsumexp(-1)
             total = (lse - self.top).exp_().add_(total)
-        return weight / total
+        # A sink that is NaN gives nothing to the keys.
+        return (weight / total).nan_to_num_(nan=0.0)
 
     def finite(self) -> Tensor:
         """Bool: all logits of content and sink are finite (a sink of -inf is an absent one)."""
-        good = torch.isfinite(self.scatter) & torch.isfinite(self.top)
+        good = torch.isfinite(self.norm) & torch.isfinite(self.top)
         if self.sink_logits is not None:
             good &= (self.sink_logits < torch.inf).all(-1)
         return good
-
-    def plausible(self, share: Tensor) -> bool:
-        """Whether no row is spoilt by a NaN, an infinity or the absurd value of a hidden key."""
-        return float((share * self.scatter).sum() + self.top.max()) < _GARBAGE
 
 
 def overwrite_hidden(x: Tensor, block: Block) -> None:
@@ -74,8 +69,10 @@ def reduce_tile(
     block: Block,
     sinks: SinkKeys | None,
     virtual: Tensor | None,
-    content: Tensor,
-) -> TileSums:
+    size: Tensor,
+    *,
+    careful: bool,
+) -> TileSums | None:
     """Sums over the content keys of a tile.
 
     Args:
@@ -84,7 +81,12 @@ def reduce_tile(
         block: The support.
         sinks: The sink keys.
         virtual: Logits of learned sinks (b, h, rows, learned sinks).
-        content: Number of content keys of each row (b or 1, h or 1, rows or 1).
+        size: Number of content keys of each row, at least 1 (b or 1, h or 1, rows or 1).
+        careful: The tile has been looked at before: give sums whatever it holds.
+
+    Returns:
+        None if a row is spoilt by a NaN, an infinity or the absurd value of a hidden key, and
+        `careful` is not set.
     """
     # One sink in one column, seen by all rows, is the usual case: three writes to a view.
     single = None
@@ -111,29 +113,34 @@ def reduce_tile(
     else:
         _zero_sinks(x, sinks, block)
     first = x.sum(-1)
-    scatter = _scatter(x, e, first, content)
+    norm = torch.linalg.vector_norm(x, dim=-1)
+    # The sum of squares about the maximum is one pass, and enough while the mean is within ten
+    # standard deviations of the maximum. Beyond, as in a row that has collapsed onto one key, the
+    # difference from it would be rounding, and the deviations are formed.
+    centre = torch.zeros_like(size)
+    collapsed = careful
+    if not careful:
+        least, most = torch.aminmax(torch.addcmul(first, norm, (0.99 * size).sqrt()))
+        if not math.isfinite(float(most)):
+            return None
+        collapsed = float(least) < 0
+    if collapsed:
+        centre = first / size
+        deviation = x - centre[..., None]
+        # x <= 0 <= e, and both are 0 at hidden keys and sinks alone.
+        deviation.mul_((e - x).sign_())
+        norm = torch.linalg.vector_norm(deviation, dim=-1)
     mass = e.sum(-1)
     drop = x.mul_(e).sum(-1)
     return TileSums(
-        top=top[..., 0], mass=mass, drop=drop, first=first, scatter=scatter, sink_logits=sink_logits
+        top=top[..., 0],
+        mass=mass,
+        drop=drop,
+        first=first,
+        centre=centre,
+        norm=norm,
+        sink_logits=sink_logits,
     )
-
-
-def _scatter(x: Tensor, e: Tensor, first: Tensor, content: Tensor) -> Tensor:
-    """Sum of squared deviations from the mean over the content.
-
-    The sum of squares about the maximum is one pass, and enough while the mean is within ten
-    standard deviations of the maximum. Beyond, as in a row that has collapsed onto one key, nothing
-    would be left of the difference, and the deviations are formed.
-    """
-    square = torch.linalg.vector_norm(x, dim=-1).square_()
-    mean_square = first.square() / content.clamp(min=1)
-    if x.is_cuda or bool((mean_square > 0.99 * square).any()):
-        deviation = x - (first / content.clamp(min=1))[..., None]
-        # x <= 0 <= e, and both are 0 at hidden keys and sinks alone.
-        deviation.mul_((e - x).sign_())
-        return torch.linalg.vector_norm(deviation, dim=-1).square_()
-    return square.sub_(mean_square).clamp_(min=0.0)
 
 
 def _take_sinks(x: Tensor, sinks: SinkKeys | None, block: Block) -> Tensor | None:

@@ -216,7 +216,7 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     sink_top, sink_lse, sigma, sink_entropy = _sink(sums)
     has_sink = sink_top > -torch.inf
     # NaN and infinities of either sign end up as a failed comparison.
-    good = torch.maximum(sums.scatter + sums.top.abs(), sink_top) < torch.inf
+    good = torch.maximum(sums.norm + sums.top.abs(), sink_top) < torch.inf
     kind = _kinds(sums, has_sink, good)
     seen = good & (sums.visible > 0)
     counted = seen & (m >= 2)
@@ -228,12 +228,14 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
     mass = torch.where(counted, sums.mass, one)
     drop = torch.where(counted, sums.drop, zero) * _LOG_2
     first = torch.where(counted, sums.first, zero) * _LOG_2
-    scatter = torch.where(counted, sums.scatter, zero) * _LOG_2**2
+    centre = torch.where(counted, sums.centre, zero) * _LOG_2
+    norm = torch.where(counted, sums.norm, zero) * _LOG_2
     log_mass, log_size = mass.log(), size.log()
     content_entropy = log_mass - drop / mass
     evenness = (content_entropy / torch.where(counted, log_size, one)).clamp_(max=1.0)
     concentration = (log_size - content_entropy).clamp_(min=0.0)
-    logit_range = first.abs_() / size
+    mean = first / size  # relative to the top
+    variance = norm.square() / size - (mean - centre).square()
 
     # sink_lse is relative to sink_top: no two large numbers are subtracted after being rounded.
     log_odds = torch.where(both, (sink_top - sums.top) + sink_lse - log_mass, zero)
@@ -263,8 +265,8 @@ def _finish(sweep: Sweep, sums: RowSums, rows: Tensor | None) -> RowStatistics:
         evenness=evenness,
         concentration=concentration,
         max_logit=torch.where(seen, torch.maximum(top, sink_top), zero),
-        logit_spread=(scatter / size).sqrt_(),
-        logit_range=logit_range,
+        logit_spread=variance.clamp_(min=0.0).sqrt_(),
+        logit_range=mean.abs(),
         support=torch.where(sums.visible > 0, m, zero).to(torch.int32),
         kind=kind,
         rows=index,

@@ -82,6 +82,8 @@ def seconds(
     best = dict.fromkeys(ways, math.inf)
     for _ in range(rounds + 1):  # the first round warms up
         for name in ways:
+            if math.inf > best[name] > 2.0:
+                continue  # once is enough for what takes seconds
             begin = time.thread_time()
             WAYS[name](q, k, v)
             best[name] = min(best[name], time.thread_time() - begin)
