@@ -72,6 +72,9 @@ class SinkRule:
             and (support.call.window is None or not support.call.is_square_self)
         ):
             self.static = (0,)
+        self.columns: Tensor | None = None
+        if self.static:
+            self.columns = torch.tensor(self.static, device=self.device).view(1, 1, 1, -1)
 
     def keys(
         self, pairs: Pairs, rows: Rows, block: Block, logits: Tensor | None = None
@@ -88,7 +91,8 @@ class SinkRule:
 
     def _static(self, block: Block) -> SinkKeys:
         assert self.static is not None
-        columns = torch.tensor(self.static, device=self.device).view(1, 1, 1, -1)
+        columns = self.columns
+        assert columns is not None
         everywhere = all(block.start <= j < block.split for j in self.static)
         valid = None if everywhere else _sees(block, columns)
         return SinkKeys(columns=columns, valid=valid, static=self.static)

@@ -41,7 +41,7 @@ class RowKind(IntEnum):
     EMPTY = 4
     """Nothing is visible, or the query itself is padding (its own key is masked)."""
     NONFINITE = 5
-    """A visible key has a logit that is NaN or infinite."""
+    """A visible key has a logit that is NaN or infinite, or beyond 1e19, where its square is."""
 
 
 @dataclass(frozen=True, kw_only=True)

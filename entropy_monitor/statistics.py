@@ -112,9 +112,12 @@ def measure_call(
         >>> measure_call(call).sink_mass[0, 0]
         tensor([1.0000, 0.5000, 0.3333])
     """
-    batch, _, t_q, t_k = call.shape
-    if t_k < 1 or t_q < 1:
-        raise ValueError(f"a call must have at least one query and one key, got {t_q} and {t_k}.")
+    batch, heads, t_q, t_k = call.shape
+    if min(call.shape) < 1:
+        raise ValueError(
+            "`call` must have at least one sequence, head, query and key, "
+            f"got {batch}, {heads}, {t_q} and {t_k}."
+        )
     if rows is not None:
         rows = _check_rows(rows, batch, t_q)
     dtype = call.compute_dtype

@@ -435,6 +435,14 @@ def test_weights_of_the_wrong_shape():
         measure_call(AttentionCall(query=q, key=k), weights=torch.ones(3))
 
 
+@pytest.mark.parametrize("shape", [(0, 1, 4, 4), (1, 1, 4, 0), (1, 1, 0, 4)])
+def test_a_call_of_nothing(shape):
+    with pytest.raises(
+        ValueError, match="`call` must have at least one sequence, head, query and key"
+    ):
+        measure_call(AttentionCall(logits=torch.zeros(shape)))
+
+
 # Random calls ------------------------------------------------------------------------------------
 
 
