@@ -133,17 +133,22 @@ class Owners:
         self.root = root
         self.names: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
+        self._listed: list[int] = []
         self._codes: dict[int, tuple[CodeType, str]] = {}
         self._outside: dict[int, tuple[nn.Module, Foreign | None]] = {}
         self.refresh()
 
     def refresh(self) -> bool:
         """Read the modules again; returns whether they changed since the last time."""
+        self._outside.clear()
+        listed = [id(module) for module in self.root.modules()]
+        if listed == self._listed:
+            return False
+        self._listed = listed
         names, modules = {}, {}
         for name, module in named_modules(self.root):
             names[id(module)] = name
             modules[name] = module  # of a wrapper and what it wraps, the wrapped one
-        self._outside.clear()
         if names == self.names:
             return False
         self.names, self.modules = names, modules

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from entropy_monitor.capture.owners import Owners
@@ -32,6 +33,11 @@ _ABSENT = (
     "seen in an earlier window, but not in this one: compiled code hides it, or it did not run"
 )
 
+_WIDE = (
+    "{} did not show as fused kernels, as they did before: "
+    "later windows look for every form of attention."
+)
+_LOOK_AROUND = 8
 _REDISCOVERIES = 3
 """How often missing layers make a window learn anew, before they count as resting at times."""
 
@@ -94,6 +100,9 @@ class CaptureSession:
         self._interface = False
         self._missing: set[str] = set()
         self._rediscoveries = 0
+        self._windows = 0
+        self._narrowing = True
+        self._fused_modes: set[tuple[bool, bool]] = set()
 
     @property
     def root_name(self) -> str:
@@ -121,6 +130,8 @@ class CaptureSession:
             self._discovered = False  # layers were added or taken away
             self.plan = Plan()
         window.discovering = not self._discovered
+        window.mode = self._mode
+        window.fused_only = not window.discovering and self._expects_fused_only()
         interface = window.discovering or self._interface
         return interface or self._uncompiled, interface
 
@@ -132,6 +143,7 @@ class CaptureSession:
             self._learn(window)
         elif not self._uncompiled:
             self._compare(window)
+        self._narrow(window)
         report.unseen.update({n: r for n, r in self.plan.unseen.items() if n not in report.seen})
         report.idle = self.plan.idle
         for name in (*report.lost, *report.opaque):
@@ -178,6 +190,35 @@ class CaptureSession:
             self._missing = missing
             self._discovered = False
         report.opaque.update(dict.fromkeys(sorted(missing), _ABSENT))
+
+    def _expects_fused_only(self) -> bool:
+        """Whether to look for fused kernels alone, which costs a third.
+
+        Every so often a window looks for everything, should attention turn up that rested before.
+        """
+        self._windows += 1
+        return self._mode in self._fused_modes and self._windows % _LOOK_AROUND != 0
+
+    @property
+    def _mode(self) -> tuple[bool, bool]:
+        """What may change the kernel: dropout, and the inference fast path."""
+        return self.model.training, torch.is_grad_enabled()
+
+    def _narrow(self, window: Window) -> None:
+        """Learn whether windows in this mode need to look for fused kernels alone."""
+        report = window.report
+        if window.fused_only:
+            missing = self.plan.names - set(report.seen) - set(report.skipped) - set(report.opaque)
+            if missing:
+                self._fused_modes.clear()
+                self._narrowing = False
+                report.notes.append(_WIDE.format(", ".join(sorted(missing)[:4])))
+        elif self._narrowing and report.complete and not report.idle:
+            if set(report.way.values()) == {"sdpa"}:
+                self._fused_modes.add(window.mode)
+            else:
+                self._fused_modes.clear()
+                self._narrowing = False
 
     def _candidates(self) -> list[str]:
         """Names of modules that own parameters and whose class name looks like attention."""

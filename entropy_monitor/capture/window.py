@@ -35,6 +35,8 @@ class Window:
     def __init__(self, session: "CaptureSession", on_call: OnCall) -> None:
         self.report = CaptureReport()
         self.discovering = False
+        self.fused_only = False
+        self.mode = (True, True)
         self.ran_modules: set[str] = set()
         self.order: list[Planned] = []
         self.needs_interface = False

@@ -4,6 +4,8 @@ import copy
 import functools
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -505,6 +507,8 @@ def test_a_fault_of_ours_at_any_stage_changes_nothing(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("injected")
 
+    # A new hub: the old one remembers what to do with operations it has met.
+    monkeypatch.setattr("entropy_monitor.capture.hub._LOCAL", threading.local())
     monkeypatch.setattr(stage, fail)
     with session.window(measure_call) as report:
         loss = watched(x())
@@ -529,3 +533,55 @@ def test_a_model_without_attention_says_what_was_looked_for() -> None:
     _, report, _ = capture(model, lambda: model(x()))
     assert "scaled_dot_product_attention" in report.describe()
     assert "attention_modules" in report.describe()
+
+
+def test_windows_look_for_fused_kernels_alone_once_that_is_all_there_is() -> None:
+    class Changing(Fused):
+        written = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.project(x)
+            if self.written:
+                return self.merge((q @ k.mT).softmax(-1) @ v)
+            return self.merge(nn.functional.scaled_dot_product_attention(q, k, v))
+
+    model = stack(Changing)
+    session = CaptureSession(model, on_error="raise")
+
+    def look() -> tuple[bool, list[str], str]:
+        names: list[str] = []
+        window = session.window(lambda call: names.append(call.name))
+        with window as report:
+            model(x())
+        return window.fused_only, names, report.describe()
+
+    assert [look()[0] for _ in range(9)] == [False, *[True] * 7, False]
+    model.layers[1].written = True
+    fused_only, names, text = look()
+    assert (fused_only, names) == (True, ["layers.0"])
+    assert "layers.1 did not show as fused kernels" in text
+    for _ in range(3):
+        fused_only, names, _ = look()
+        assert (fused_only, names) == (False, NAMES)
+    # Another mode of the model may use another kernel.
+    session = CaptureSession(model, on_error="raise")
+    model.layers[1].written = False
+    look()
+    assert look()[0]
+    model.eval()
+    assert not look()[0]
+
+
+def test_torch_dynamo_is_not_loaded_by_a_window() -> None:
+    code = (
+        "import sys, torch\n"
+        "from entropy_monitor.capture import CaptureSession\n"
+        "layer = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0)\n"
+        "session = CaptureSession(layer)\n"
+        "for _ in range(3):\n"
+        "    with session.window(lambda call: None) as report:\n"
+        "        layer(torch.zeros(3, 2, 8))\n"
+        "assert report.complete\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
