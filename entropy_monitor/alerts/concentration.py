@@ -92,7 +92,8 @@ def at_random(view: View, where: Mask) -> Mask:
     The third witness. Copying and induction heads concentrate as far as a collapsed head does, but
     with less logit spread: their `View.waste` is about 1 nat, up to 2 while they are learning; that
     of collapsing heads is 1.4 to 5, at the lower end where a whole model starts with random logits.
-    A model beyond ``error_spread`` times its bound is not asked. Worked out only where of use.
+    Not asked is a model beyond ``error_spread`` times its bound on kap, and a layer or head beyond
+    the square of that: no task was seen to need such logits. Worked out only where of use.
     """
     rule = view.policy.concentration
     if not where.any() or not view.has_spread:
@@ -101,7 +102,8 @@ def at_random(view: View, where: Mask) -> Mask:
     with np.errstate(invalid="ignore"):
         random = waste > view.by_level(rule.waste_model, rule.waste_layer, rule.waste_head)
     random |= np.isnan(waste)
-    random[0] |= view.log_spread[0] > bounds(view)[1][0] + np.log(rule.error_spread)
+    beyond = np.log(rule.error_spread)
+    random |= view.log_spread > bounds(view)[1] + view.by_level(beyond, 2 * beyond, 2 * beyond)
     return np.asarray(random)
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from entropy_monitor.alerts import AlertEngine, AlertPolicy, scan
+from entropy_monitor.alerts.memory import Memory
+from entropy_monitor.alerts.reading import Layout, read
 from tests.alerts.helpers import alarms, history, ramp, record
 
 STEPS = range(0, 1000, 10)
@@ -59,7 +61,7 @@ def test_collapse_of_one_head_names_it():
 
 def test_heads_that_always_were_concentrated_are_normal():
     evenness, spread = np.full((3, 4), 0.75), np.full((3, 4), 0.7)
-    evenness[1, 2], spread[1, 2] = 0.02, 12.0
+    evenness[1, 2], spread[1, 2] = 0.12, 12.0
     assert alarms(scan(STEPS, history(STEPS, evenness=evenness, spread=spread))) == []
 
 
@@ -67,6 +69,12 @@ def test_heads_that_learn_to_copy_are_no_collapse():
     """Concentrated with little logit spread, as seen in a copying task with RoPE."""
     curves = {"evenness": ramp(200, 260, 0.95, 0.08), "spread": ramp(200, 260, 0.2, 3.5)}
     assert alarms(scan(STEPS, history(STEPS, **curves))) == []
+
+
+def test_copying_heads_whose_logits_run_away_are():
+    """No task needs logits this far apart, however sure the heads are."""
+    curves = {"evenness": ramp(200, 260, 0.95, 0.02), "spread": ramp(200, 800, 0.2, 40.0)}
+    assert alarms(scan(STEPS, history(STEPS, **curves)))
 
 
 def test_same_concentration_at_random_is_a_collapse():
@@ -292,6 +300,60 @@ def test_wrong_shapes_are_refused_in_words():
         scan([0, 0], {"sink_mass": np.zeros((2, 1, 1))})
     with pytest.raises(ValueError, match="steps, layers, heads"):
         scan([0, 1], {"loss": np.zeros(2)})
+
+
+def test_what_is_compared_with_stands_still_during_an_event():
+    """500 steps after the warning the error still compares with the time before it."""
+
+    def stairs(low, lower):
+        return lambda step: 0.75 if step < 500 else low if step < 1000 else lower
+
+    def logits(step):
+        return 0.7 if step < 500 else 3.5 if step < 1000 else 20.0
+
+    steps = range(0, 1300, 10)
+    alerts = alarms(scan(steps, history(steps, evenness=stairs(0.3, 0.05), spread=logits)))
+    assert [alert.severity for alert in alerts] == ["warn", "error"]
+    assert alerts[1].step > 1000
+    assert alerts[1].evidence["evenness_before"] == pytest.approx(0.75, abs=0.05)
+
+
+def test_growth_is_not_judged_across_a_change_of_length():
+    def curves(length):
+        return {
+            "evenness": lambda step: 0.75 if step < 500 else 0.45,
+            "spread": lambda step: 0.4 if step < 500 else 2.0,
+            "support": lambda step: 31.5 if step < 500 else length,
+        }
+
+    assert alarms(scan(STEPS, history(STEPS, **curves(31.5))))[0].kind == "logit_growth"
+    assert alarms(scan(STEPS, history(STEPS, **curves(8.0)))) == []
+
+
+def test_chance_is_split_over_all_heads():
+    """The margin of a head's bound, in standard errors, grows with the number of heads."""
+    table = {name: np.asarray(array) for name, array in record(shape=(100, 128)).items()}
+    layout = Layout(names=tuple(map(str, range(100))), heads=128)
+    known = np.zeros((100, 128), dtype=bool)
+    reading = read(0.0, table, layout, known, min_rows=1.0, min_content=0.0)
+    margins = Memory(AlertPolicy(confidence=0.02)).look(reading, frozen=False).quantile()
+    assert margins[[0, 1, -1]] == pytest.approx([2.05, 3.54, 4.66], abs=0.01)
+
+
+def test_no_note_on_the_sink_during_a_collapse():
+    curves = {**COLLAPSE, "sink": ramp(560, 700, 0.04, 0.5)}
+    assert {alert.kind for alert in scan(STEPS, history(STEPS, **curves))} <= {
+        "concentration",
+        "logit_growth",
+        "both",
+    }
+
+
+def test_ranks_decide_alike():
+    """Every rank has its own engine and the same reduced statistics."""
+    runs = history(STEPS, **COLLAPSE)
+    ranks = [scan(STEPS, {name: array.copy() for name, array in runs.items()}) for _ in range(2)]
+    assert ranks[0] == ranks[1]
 
 
 def test_report_keeps_notes_back():
