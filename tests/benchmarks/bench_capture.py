@@ -1,8 +1,8 @@
 """What watching costs: opening a window, each operation inside one, and a monitored training step.
 
 Statistics are left out (see `bench_statistics.py`): the receiver does nothing, so that what remains
-is the price of seeing. Plain and watched steps alternate in one process; times are medians of thread
-CPU time on one thread.
+is the price of seeing. Plain and watched steps alternate in one process; times are medians of
+thread CPU time on one thread.
 
     python -m tests.benchmarks.bench_capture [--compiled]
 """
