@@ -303,6 +303,8 @@ class AttentionMonitor:
     def _finish(self, report: CaptureReport) -> None:
         if report.errors:
             raise report.errors[0]
+        if not report.reliable:  # compiled code mixed up the names of layers
+            self._sums, self._row_values = {}, {}
         if self._absent and self._sums:
             raise ValueError(
                 "`sink` must hold key positions of the sequences; "
@@ -324,7 +326,7 @@ class AttentionMonitor:
                 f"{', '.join(report.seen)}; got {', '.join(self._patterns)}.",
                 self._told,
             )
-        elif report.unseen or report.opaque or report.lost:
+        elif report.unseen or report.opaque or report.lost or not report.reliable:
             warn_once(
                 f"entropy_monitor: some attention was not seen. {report.describe()}", self._told
             )

@@ -237,6 +237,37 @@ def test_two_towers_of_one_shape_get_no_guessed_names() -> None:
     assert report.complete
 
 
+def test_a_compiled_model_that_skips_a_layer_gives_no_misnamed_numbers() -> None:
+    from entropy_monitor import AttentionMonitor
+
+    class Skipping(Stack):
+        first = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[self.first :]:
+                x = layer(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    raw = Skipping()
+    model = torch.compile(raw, backend="aot_eager")
+    monitor = AttentionMonitor(model, on_error="raise")
+    with monitor.observe(step=0):
+        model(x())
+    assert monitor.snapshot().layers == tuple(NAMES)
+    raw.first = 1
+    with (
+        pytest.warns(UserWarning, match="could not be told apart"),
+        monitor.observe(step=1),
+    ):
+        model(x())
+    assert not monitor.report.reliable
+    assert monitor.snapshot().layers == ()
+    with monitor.observe(step=2):  # uncompiled from now on: names are certain
+        model(x())
+    assert monitor.snapshot().layers == tuple(NAMES[1:])
+
+
 def test_no_stance_is_left_behind() -> None:
     from torch._dynamo import eval_frame
 
