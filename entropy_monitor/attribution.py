@@ -52,9 +52,8 @@ def _ratio(numerator: Any, denominator: Any) -> Array:
 
 def _float64(means: Mapping[str, Any], name: str) -> Array:
     if name == "sink_term" and name not in means:
-        return _float64(means, "binary_entropy") + np.asarray(
-            means.get("sink_entropy", 0.0), np.float64
-        )
+        inner = np.asarray(means.get("sink_entropy", 0.0), np.float64)
+        return np.asarray(_float64(means, "binary_entropy") + inner)
     if name not in means:
         raise ValueError(
             f"`means` must hold {', '.join((*ATTRIBUTION_NAMES, 'log_support'))}; "
