@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils import _python_dispatch
@@ -18,6 +18,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Found | None]
 _UNKNOWN: Any = object()
 
 
+@runtime_checkable
 class Listener(Protocol):
     """What a tap tells about."""
 

@@ -25,7 +25,8 @@ def run_ranks(
     """What ``function(rank, *args)`` returns on every rank.
 
     Raises:
-        AssertionError: With the traceback if a rank raised; if one took longer than `limit` seconds.
+        AssertionError: With the traceback if a rank raised; if one took longer than `limit`
+            seconds.
     """
     with TemporaryDirectory() as folder:
         ranks = [

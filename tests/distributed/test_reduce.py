@@ -1,4 +1,5 @@
-"""Snapshots of several processes: the numbers of one process on all batches, and nobody waits in vain."""
+"""Snapshots of several processes: the numbers of one process on all batches, and nobody waits in
+vain."""
 
 import time
 from datetime import timedelta
@@ -59,7 +60,8 @@ def same(answers):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("rows", [None, 4])
 def test_equals_one_process_on_the_union(world, rows):
-    """Also the groups for standard errors and which rows are drawn: sequences are dealt out in turn."""
+    """Also the groups for standard errors and which rows are drawn: sequences are dealt out in
+    turn."""
     ids = make_ids(batch=4 * world, length=40)
     parts = same(
         run_ranks(reduced, world, [ids[rank::world] for rank in range(world)], {"rows": rows})

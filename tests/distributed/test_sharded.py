@@ -54,7 +54,8 @@ def sharded(rank, each):
 
 @pytest.mark.parametrize("each", [False, True], ids=["block", "projections"])
 def test_fsdp2(each):
-    """Also where projections are wrapped one by one: they lie in parts again when attention runs."""
+    """Also where projections are wrapped one by one: they lie in parts again when attention
+    runs."""
     found = same(run_ranks(sharded, 2, each))
     assert_equal(found, numbers(measured(make_ids(batch=6)).snapshot()))
 
