@@ -159,6 +159,10 @@ def attribution_answer(history: History, since: int | None = None) -> bytes:
     Raises:
         HistoryError: If the step was not recorded.
     """
+    return history.cached(("attribution", since), lambda: _attribution(history, since))
+
+
+def _attribution(history: History, since: int | None) -> bytes:
     count = len(history.steps)
     stats = [name for name in history.layout.stats if not name.startswith(("rows_", "change_"))]
     per_step = 4 * ((len(CHANGE_NAMES) + 2) * (1 + len(history.layout.layers)) + len(stats))

@@ -84,7 +84,7 @@ class History:
         return int(self.steps[np.argmax(recorded)])
 
     def cached(self, key: object, make: Callable[[], bytes]) -> bytes:
-        """Return a small answer that takes long to compute, made once per key; keeps the last few."""
+        """Return an answer that takes long to compute, made once per key; the last few are kept."""
         found = self._answers.get(key)
         if found is None:
             found = make()
