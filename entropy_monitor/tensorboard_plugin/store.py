@@ -18,7 +18,7 @@ from typing import Any
 from tensorboard.data import provider
 
 from entropy_monitor.tensorboard_plugin import PLUGIN_NAME, SAMPLES
-from entropy_monitor.tensorboard_plugin.answers import describe_run
+from entropy_monitor.tensorboard_plugin.answers import attribution_answer, describe_run
 from entropy_monitor.tensorboard_plugin.history import History, HistoryError, build_history
 from entropy_monitor.tensorboard_plugin.layout import Layout, LayoutError, parse_layout
 
@@ -156,6 +156,8 @@ class RunStore:
             found = None
             try:
                 found, _ = self._read(source, READ_BUDGET)
+                # Kept with the history, so that no page has to wait for it.
+                attribution_answer(found)
             except HistoryError as error:
                 logger.warning("The other steps of a run are left out: %s", error)
             with self._lock:
