@@ -559,7 +559,7 @@ def test_windows_look_for_fused_kernels_alone_once_that_is_all_there_is() -> Non
     model.layers[1].written = True
     fused_only, names, text = look()
     assert (fused_only, names) == (True, ["layers.0"])
-    assert "layers.1 did not show as fused kernels" in text
+    assert "layers.1" in text  # named either way: as lost, or as hidden
     for _ in range(3):
         fused_only, names, _ = look()
         assert (fused_only, names) == (False, NAMES)
