@@ -63,9 +63,10 @@ def hidden_at(added: Tensor) -> float | None:
     low = float(lowest)
     if not low <= _MAYBE_A_MASK:
         return None
-    # A moderate value must be the only one besides zero.
-    limit = 0.0 if low > _SURELY_A_MASK else low / 10
-    between = (added > lowest) & (added < limit)
     if low > _SURELY_A_MASK:
-        between |= added > 0
-    return None if bool(between.any()) else low
+        # A moderate value must be the only one besides zero.
+        other = (added != 0.0) & (added != lowest) & (added > floor)
+    else:
+        # Masked entries may carry a bias; nothing may lie between them and the rest.
+        other = (added > 0.9 * lowest) & (added < lowest / 10)
+    return None if bool(other.any()) else low
