@@ -10,6 +10,9 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.capture.test_model_matrix"
   name="test_statistics_equal_those_of_the_eager_weights[llama-sdpa]"/>
 <testcase classname="tests.capture.test_model_matrix"
+  name="test_statistics_equal_those_of_the_eager_weights[falcon_alibi-sdpa]">
+  <properties><property name="unlike eager" value="why"/></properties></testcase>
+<testcase classname="tests.capture.test_model_matrix"
   name="test_training_is_the_same_bit_for_bit[llama-sdpa]"><failure/></testcase>
 <testcase classname="tests.capture.test_model_modes" name="test_compiled[llama-sdpa]">
   <properties><property name="steps" value="uncompiled"/></properties></testcase>
@@ -32,6 +35,7 @@ def test_marks_follow_the_outcomes(junit: Path) -> None:
     lines = table(read([junit])).splitlines()
     assert lines[2] == "| Llama (GQA) | flex | yes |  |  |  |  |"
     assert lines[3] == "| Llama (GQA) | sdpa | yes | **no** | yes (1) |  |  |"
+    assert lines[4] == "| Falcon (ALiBi) | sdpa | yes (2) |  |  |  |  |"
     assert lines[-1].endswith("| 1 | 0 | 0 |")
 
 

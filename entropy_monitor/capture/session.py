@@ -141,9 +141,9 @@ class CaptureSession:
         report.candidates = len(self._candidates())
         if window.discovering:
             self._learn(window)
-        elif not self._uncompiled:
+            self._narrow(window)
+        elif not self._unsure(window) and self._narrow(window) and not self._uncompiled:
             self._compare(window)
-        self._narrow(window)
         report.unseen.update({n: r for n, r in self.plan.unseen.items() if n not in report.seen})
         report.idle = self.plan.idle
         for name in (*report.lost, *report.opaque):
@@ -172,14 +172,19 @@ class CaptureSession:
         # A window in which the model did not run teaches nothing.
         self._discovered = bool(window.ran_modules or report.seen)
 
+    def _unsure(self, window: Window) -> bool:
+        """Whether calls inside compiled code got no certain names; then it must step aside."""
+        report = window.report
+        if report.reliable and not COMPILED_UNSURE & set(report.lost.values()):
+            return False
+        if self._compiled == "force_eager":
+            self._uncompiled = True
+            report.notes.append(_UNCOMPILED.format(", ".join(report.lost) or self.root_name))
+        return True
+
     def _compare(self, window: Window) -> None:
         """Look for calls that discovery saw and a window that left compiled code alone did not."""
         report = window.report
-        if not report.reliable or COMPILED_UNSURE & set(report.lost.values()):
-            if self._compiled == "force_eager":
-                self._uncompiled = True
-                report.notes.append(_UNCOMPILED.format(", ".join(report.lost) or self.root_name))
-            return
         missing = self.plan.names - set(report.seen) - set(report.skipped)
         if not missing or not _something_was_compiled():
             return
@@ -204,21 +209,27 @@ class CaptureSession:
         """What may change the kernel: dropout, and the inference fast path."""
         return self.model.training, torch.is_grad_enabled()
 
-    def _narrow(self, window: Window) -> None:
-        """Learn whether windows in this mode need to look for fused kernels alone."""
+    def _narrow(self, window: Window) -> bool:
+        """Learn whether windows in this mode need to look for fused kernels alone.
+
+        Returns False if this window missed something for that reason; the next one will tell more.
+        """
         report = window.report
         if window.fused_only:
-            missing = self.plan.names - set(report.seen) - set(report.skipped) - set(report.opaque)
-            if missing:
-                self._fused_modes.clear()
-                self._narrowing = False
-                report.notes.append(_WIDE.format(", ".join(sorted(missing)[:4])))
-        elif self._narrowing and report.complete and not report.idle:
+            missing = self.plan.names - set(report.seen) - set(report.skipped) - set(report.lost)
+            if not missing:
+                return True
+            self._fused_modes.clear()
+            self._narrowing = False
+            report.notes.append(_WIDE.format(", ".join(sorted(missing)[:4])))
+            return False
+        if self._narrowing and report.complete and not self.plan.idle:
             if set(report.way.values()) == {"sdpa"}:
                 self._fused_modes.add(window.mode)
             else:
                 self._fused_modes.clear()
                 self._narrowing = False
+        return True
 
     def _candidates(self) -> list[str]:
         """Names of modules that own parameters and whose class name looks like attention."""
