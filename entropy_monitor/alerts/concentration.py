@@ -54,12 +54,14 @@ def level(view: View, limits: tuple[Array, Array]) -> Condition:
 def drop(view: View) -> Condition:
     """The model's J lost half of its slow average and is low, past freezing.
 
-    For abrupt faults, hence unsmoothed. At model level only: a layer in which induction or
-    positional heads form does just this, and is healthy.
+    For abrupt faults, hence unsmoothed, and only where most of the fall came at once: heads that
+    sharpen within a hundred steps, for example to make up for a sink, are healthy. At model level
+    only: a layer in which induction or positional heads form does just this, and is healthy.
     """
     rule, policy, reading = view.policy.concentration, view.policy, view.reading
     ready = view.settled and view.same_length and view.has_spread
     fell = reading.evenness < rule.drop * view.evenness_before
+    fell &= reading.evenness < rule.drop_at_once * view.evenness_last
     beyond_noise = view.evenness_before - reading.evenness > 6.0 * view.evenness_noise
     low = (reading.evenness < rule.drop_below) & (
         reading.log_spread > np.log(max(rule.drop_spread, 1e-9))

@@ -59,6 +59,7 @@ class Memory:
             other_length = bool(np.abs(log_support - usual)[0] > np.log(_LENGTH_RATIO))
 
         noise = self._noise.before(groups.shape)
+        last = groups if self._fast.value is None else self._fast.value
         fast = self._fast.update(groups, step)
         now = self._now.update(stack, step)
         self._slow.update(groups, step, frozen=frozen)
@@ -77,6 +78,7 @@ class Memory:
             policy=policy,
             evenness=fast[0],
             log_spread=fast[1],
+            evenness_last=last[0],
             evenness_before=before[0],
             log_spread_before=before[1],
             evenness_noise=noise[0],

@@ -46,6 +46,7 @@ class ConcentrationRule:
         drop_below: ...and lies below this, with kap above ``drop_spread``, in a group of
             ``full_group`` heads.
         drop_spread: See ``drop_below``.
+        drop_at_once: ...and below this share of the fast average before the record.
         head_growth: A single head alarms only if its kap also grew by this factor over its slow
             average or the
             baseline: heads that are concentrated and stay so are normal.
@@ -70,6 +71,7 @@ class ConcentrationRule:
     drop: float = 0.5
     drop_below: float = 0.40
     drop_spread: float = 0.8
+    drop_at_once: float = 0.65
     head_growth: float = 2.0
     waste_model: float = 1.35
     waste_layer: float = 2.2
@@ -85,6 +87,7 @@ class ConcentrationRule:
             "evenness_head",
             "drop",
             "drop_below",
+            "drop_at_once",
             "alone",
         ):
             _check(self, name, 0.0, 1.0)

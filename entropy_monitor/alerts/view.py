@@ -23,6 +23,7 @@ class View:
         policy: Thresholds and time constants.
         evenness: Fast average of J per group.
         log_spread: Fast average of log kap per group.
+        evenness_last: Fast average of J per group, up to the record before.
         evenness_before: Slow average of J per group, up to the record before; still during an
             event.
         log_spread_before: The same for log kap.
@@ -43,6 +44,7 @@ class View:
     policy: AlertPolicy
     evenness: Array
     log_spread: Array
+    evenness_last: Array
     evenness_before: Array
     log_spread_before: Array
     evenness_noise: Array

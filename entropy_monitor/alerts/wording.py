@@ -121,11 +121,8 @@ def begin(view: View, group: int) -> str:
         return "head"
     if not view.settled:
         return "start"
-    weight = float(np.broadcast_to(view.weight, view.evenness.shape)[group])
-    now, fast = float(view.reading.evenness[group]), float(view.evenness[group])
+    now, last = float(view.reading.evenness[group]), float(view.evenness_last[group])
     usual = float(view.evenness_before[group])
-    # The fast average before this record; where records are too far apart, the slow one.
-    last = (fast - weight * now) / (1.0 - weight) if weight < 0.95 else usual
     return "abrupt" if last - now > 0.6 * (usual - now) else "gradual"
 
 

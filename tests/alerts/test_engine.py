@@ -71,6 +71,19 @@ def test_heads_that_learn_to_copy_are_no_collapse():
     assert alarms(scan(STEPS, history(STEPS, **curves))) == []
 
 
+def test_heads_that_sharpen_over_a_hundred_steps_are_no_collapse():
+    """As seen where a sink was forced on a model and its heads made up for it; the loss fell."""
+    curves = {"evenness": ramp(300, 420, 0.5, 0.22), "spread": ramp(300, 420, 0.9, 1.4)}
+    assert alarms(scan(STEPS, history(STEPS, **curves))) == []
+
+
+def test_same_fall_at_once_is_a_collapse():
+    curves = {"evenness": ramp(300, 305, 0.5, 0.22), "spread": ramp(300, 305, 0.9, 1.4)}
+    alert = alarms(scan(STEPS, history(STEPS, **curves)))[0]
+    assert (alert.kind, alert.evidence["pattern"]) == ("concentration", "abrupt")
+    assert alert.step <= 320
+
+
 def test_copying_heads_whose_logits_run_away_are():
     """No task needs logits this far apart, however sure the heads are."""
     curves = {"evenness": ramp(200, 260, 0.95, 0.02), "spread": ramp(200, 800, 0.2, 40.0)}

@@ -7,7 +7,7 @@ import numpy as np
 
 from entropy_monitor.alerts import Alert
 
-MARGIN, RECORDS = 0.05, 5  # nats of validation loss; the runs are short
+MARGIN, RECORDS = 0.1, 5  # nats of validation loss
 FOUND_KINDS = ("concentration", "both", "logit_growth", "nonfinite")
 
 

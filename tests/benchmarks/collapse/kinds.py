@@ -83,44 +83,44 @@ NORMED = {"qk_norm": True}
 
 def _faulty(**options: Any) -> Run:
     """With rotary positions attention earns its keep within 250 steps, so that losing it shows."""
-    return Run(**{"position": "rope", "rate": 3e-3, **options})
+    return Run(**{"position": "rope", "rate": 3e-3, "steps": 700, **options})
 
 
 KINDS: dict[str, Run] = {
     # Collapse, as in the field's reports.
-    "qk_growth": _faulty(group="collapse", fault=Fault(what="qk_growth", step=280, size=0.01)),
+    "qk_growth": _faulty(group="collapse", fault=Fault(what="qk_growth", step=300, size=0.01)),
     "qk_growth_layer": _faulty(
-        group="collapse", layers=3, fault=Fault(what="qk_growth", step=280, size=0.012, layers=[1])
+        group="collapse", layers=3, fault=Fault(what="qk_growth", step=300, size=0.012, layers=[1])
     ),
     "qk_growth_head": _faulty(
         group="collapse",
         layers=2,
-        fault=Fault(what="qk_growth", step=280, size=0.015, layers=[0], heads=[1]),
+        fault=Fault(what="qk_growth", step=300, size=0.015, layers=[0], heads=[1]),
     ),
     "rate_high": _faulty(group="collapse", rate=1.5e-2, warmup=0, schedule="constant", fix=NORMED),
     "rate_spike": _faulty(
-        group="collapse", fault=Fault(what="rate", step=280, size=20.0, steps=40)
+        group="collapse", fault=Fault(what="rate", step=300, size=20.0, steps=40)
     ),
     "no_scale": _faulty(group="collapse", init=5.0, fix={"init": 1.0}),
-    "scale_bug": _faulty(group="collapse", fault=Fault(what="scale", step=280, size=8.0)),
-    "bad_resume": _faulty(group="collapse", rate=4e-3, fault=Fault(what="second_moment", step=280)),
+    "scale_bug": _faulty(group="collapse", fault=Fault(what="scale", step=300, size=8.0)),
+    "bad_resume": _faulty(group="collapse", rate=4e-3, fault=Fault(what="second_moment", step=300)),
     # Our own. The expectation stands in `note`.
     "one_key": _faulty(
         group="collapse",
-        fault=Fault(what="one_key", step=280, size=16.0, steps=150),
+        fault=Fault(what="one_key", step=300, size=16.0, steps=150),
         note="every row turns to one content key; should be found",
     ),
     "many_heads_one": _faulty(
         group="collapse",
         layers=4,
         heads=8,
-        fault=Fault(what="qk_growth", step=280, size=0.015, layers=[2], heads=[5]),
+        fault=Fault(what="qk_growth", step=300, size=0.015, layers=[2], heads=[5]),
         note="1 of 32 heads: damage is doubtful; a head-level warning at most",
     ),
     "late_slow": _faulty(
         group="collapse",
-        steps=700,
-        fault=Fault(what="qk_growth", step=280, size=0.004),
+        steps=900,
+        fault=Fault(what="qk_growth", step=300, size=0.004),
         note="0.4 % per step, slower than the memory of 150 steps: the level rule is late",
     ),
     "sawtooth": _faulty(
@@ -133,7 +133,7 @@ KINDS: dict[str, Run] = {
     "cross_cadence": _faulty(
         group="collapse",
         every=50,
-        fault=Fault(what="qk_growth", step=280, size=0.01),
+        fault=Fault(what="qk_growth", step=300, size=0.01),
         note="one record in 50 steps",
     ),
     "low_beta2_rate": _faulty(
@@ -145,20 +145,20 @@ KINDS: dict[str, Run] = {
         note="damage without clear concentration; we expect to fail",
     ),
     # Damage that does not come from attention, sink growth, dilution: an alarm is false.
-    "labels": _faulty(group="elsewhere", fault=Fault(what="labels", step=280, steps=100)),
+    "labels": _faulty(group="elsewhere", fault=Fault(what="labels", step=300, steps=100)),
     "value_growth": _faulty(
         group="elsewhere",
-        fault=Fault(what="value_growth", step=280, size=0.01),
+        fault=Fault(what="value_growth", step=300, size=0.01),
         note="values and outputs blow up; attention reacts, we may alarm",
     ),
-    "garbage": _faulty(group="elsewhere", fault=Fault(what="garbage", step=280, steps=40)),
+    "garbage": _faulty(group="elsewhere", fault=Fault(what="garbage", step=300, steps=40)),
     "bag": _run(group="sink", layers=1, heads=2, data="bag", steps=600),
     "bag_deep": _run(group="sink", layers=2, heads=4, data="bag", steps=600),
     "sink_bias": _faulty(
-        group="sink", fault=Fault(what="sink_bias", step=280, size=6.0, steps=100)
+        group="sink", fault=Fault(what="sink_bias", step=300, size=6.0, steps=100)
     ),
-    "cooling": _faulty(group="dilution", fault=Fault(what="scale", step=280, size=0.03, steps=150)),
-    "qk_decay": _faulty(group="dilution", fault=Fault(what="qk_growth", step=280, size=-0.01)),
+    "cooling": _faulty(group="dilution", fault=Fault(what="scale", step=300, size=0.03, steps=150)),
+    "qk_decay": _faulty(group="dilution", fault=Fault(what="qk_growth", step=300, size=-0.01)),
     # Healthy, in shapes that the thresholds were not tuned on.
     "h_deep": _run(layers=6, heads=2, width=32, batch=8, steps=400),
     "h_wide": _run(layers=2, heads=8, width=128, batch=8, steps=350),
