@@ -17,6 +17,7 @@ from entropy_monitor.autosink import AutoSink
 from entropy_monitor.calls import AttentionCall, select_rows
 from entropy_monitor.capture import CaptureReport, CaptureSession
 from entropy_monitor.capture.owners import head_count
+from entropy_monitor.capture.quiet import recording
 from entropy_monitor.distributed import HeadPart, Ranks, head_part, world
 from entropy_monitor.pipeline import warn_once
 from entropy_monitor.snapshot import HeadSums, RowValues, Snapshot, collect, row_values
@@ -204,7 +205,7 @@ class AttentionMonitor:
     def _open(
         self, window: ExitStack, step: int | None, input_ids: Tensor | None
     ) -> CaptureReport | None:
-        if not self.enabled:
+        if not self.enabled or recording():
             return None
         try:
             if step is None or step != self._step:

@@ -317,3 +317,32 @@ def test_a_position_that_short_batches_lack_is_no_error_in_a_run(model):
     monitor = watch(model, sink=[0, 10])
     measured(monitor, ids(length=12), step=0)
     assert measured(monitor, ids(length=6), step=1).layers
+
+
+@pytest.fixture
+def graph_recording(monkeypatch):
+    """As if a GPU recorded a CUDA graph; gives what ends the recording."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    return monkeypatch.undo
+
+
+def test_a_cuda_graph_recorded_within_a_window_is_left_alone(model, monkeypatch):
+    """Whatever we computed would become part of the graph."""
+    import entropy_monitor.capture.tap as tap
+
+    monitor = AttentionMonitor(model)
+    monkeypatch.setattr(tap, "recording", lambda: True)
+    with pytest.warns(EntropyMonitorWarning, match="recorded into a CUDA graph"):
+        measured(monitor, ids())
+    monkeypatch.undo()
+    assert monitor.snapshot().layers == ()
+    assert measured(monitor, ids(), step=2).layers == ("blocks.0", "blocks.1")
+
+
+def test_no_window_opens_while_a_cuda_graph_is_recorded(model, graph_recording):
+    monitor = watch(model)
+    with monitor.observe(1):
+        assert torch._C._len_torch_dispatch_stack() == 0
+    graph_recording()
+    assert measured(monitor, ids(), step=2).layers == ("blocks.0", "blocks.1")

@@ -15,7 +15,7 @@ from entropy_monitor.capture.fused import FusedWay
 from entropy_monitor.capture.interface import InterfaceTap
 from entropy_monitor.capture.native import NativeWay
 from entropy_monitor.capture.opaque import OpaqueWay
-from entropy_monitor.capture.seen import Found
+from entropy_monitor.capture.seen import RECORDED, Found
 from entropy_monitor.capture.softmax import SoftmaxWay
 from entropy_monitor.capture.stance import Stances
 from entropy_monitor.capture.tap import Handler, Tap, make_tap, remove
@@ -120,6 +120,12 @@ class Hub:
             if handler is not None:
                 return handler
         return _nothing if op in _PROJECTIONS and not self._fused_only else None
+
+    def recorded(self, op: Any) -> Found | None:
+        """What to say of an operation that goes into a CUDA graph: lost if it may attend."""
+        kernels = (way for way in self._ways if way is not self._written)
+        attends = "softmax" in str(op) or any(way.handler(op) is not None for way in kernels)
+        return RECORDED if attends else None
 
     def tell(self, found: Found, frame: FrameType | None) -> None:
         """Hand one attention to all windows."""

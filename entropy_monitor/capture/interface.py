@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from entropy_monitor.capture.flex import dense_mask
-from entropy_monitor.capture.quiet import quiet
-from entropy_monitor.capture.seen import Found, Lost, Seen
+from entropy_monitor.capture.quiet import quiet, recording
+from entropy_monitor.capture.seen import RECORDED, Found, Lost, Seen
 
 _SEEN_BELOW = ("sdpa", "eager", "paged|eager", "sdpa_paged", "eager_paged")
 """Entries that only call operations which the dispatch mode sees."""
@@ -75,7 +75,8 @@ class InterfaceTap:
                 out = function(*args, **kwargs)
             if watching.told == before:
                 try:
-                    watching.tell(read_call(name, *args, **kwargs), sys._getframe(1))
+                    found = RECORDED if recording() else read_call(name, *args, **kwargs)
+                    watching.tell(found, sys._getframe(1))
                 except Exception as error:
                     watching.failed(error)
             return out

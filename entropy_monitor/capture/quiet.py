@@ -7,6 +7,12 @@ import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 
+def recording() -> bool:
+    """Whether a CUDA graph is being recorded: whatever we compute or wait for would spoil it."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def quiet(device: str, *, function_modes: bool = False) -> Iterator[None]:
     """No gradient, no autocast on this kind of device, no dispatch or function mode of anybody.

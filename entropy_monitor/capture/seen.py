@@ -45,3 +45,8 @@ class Lost:
 
 
 Found = Seen | Lost
+
+RECORDED = Lost(
+    "it was recorded into a CUDA graph, where whatever is computed or waited for would be recorded "
+    "too or break the recording"
+)

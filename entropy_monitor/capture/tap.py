@@ -11,6 +11,7 @@ import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from entropy_monitor.capture.quiet import recording
 from entropy_monitor.capture.seen import Found
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Found | None]
@@ -24,6 +25,9 @@ class Listener(Protocol):
 
     def handler(self, op: Any) -> Handler | None:
         """What to call after an operation of this kind."""
+
+    def recorded(self, op: Any) -> Found | None:
+        """What to say of an operation that goes into a CUDA graph."""
 
     def tell(self, found: Found, frame: FrameType | None) -> None:
         """Take one attention."""
@@ -92,7 +96,7 @@ class Tap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Within a backward pass only activation checkpointing computes attention, again.
             if torch._C._current_graph_task_id() != -1 or threading.get_ident() != self._thread:
                 return
-            found = handler(func, args, kwargs, out)
+            found = listener.recorded(func) if recording() else handler(func, args, kwargs, out)
             if found is None:
                 listener.note(func, sys._getframe(2))
             else:
