@@ -194,8 +194,9 @@ class EntropyMonitor(pl.Callback):
         self._ranks = Ranks()
         with self._guarded("could not start"):
             self._ranks.prepare()
-            if trainer.global_step == 0:
-                self._pipeline.restart()  # the callback may have served another run
+            if trainer.global_step == 0:  # the callback may have served another run
+                self._pipeline.restart()
+                self._record_folder = None
             self._monitor = AttentionMonitor(
                 pl_module, keep_rows=self._probe is not None, **self._options
             )
