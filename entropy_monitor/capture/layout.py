@@ -6,7 +6,7 @@ carries a letter, and each view maps the letters of its input to those of its ou
 None means that the axes can no longer be told apart; the scores are then not followed further.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -94,6 +94,9 @@ def expanded(axes: Axes, sizes: Sequence[int]) -> Axes:
 
 
 _UNCLEAR = "batch and heads share an axis of the scores and cannot be told apart"
+_BLOCKS = (
+    "attention within blocks of a sequence, where blocks, heads and sequences cannot be told apart"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,11 @@ class Arranged:
 
 
 def arranged(
-    axes: Axes, sizes: Sequence[int], heads: int | None, batch: int | None
+    axes: Axes,
+    sizes: Sequence[int],
+    heads: int | None,
+    batch: int | None,
+    lengths: Sequence[int] = (),
 ) -> Arranged | str:
     """Find what makes (batch, heads, queries, keys) out of logits, or say why nothing does.
 
@@ -115,6 +122,7 @@ def arranged(
         sizes: Sizes of the logits.
         heads: Number of heads of the owner, if it tells.
         batch: Number of sequences the owner was given, if it could be read.
+        lengths: Tokens of the inputs the owner was given, those of its first input first.
 
     Examples:
         >>> arranged(("g", "q", "k"), (6, 5, 7), heads=3, batch=2)
@@ -129,7 +137,89 @@ def arranged(
         if len(queries) != 1:
             return "queries and heads share an axis of the scores and cannot be told apart"
     groups = [n for n in range(len(axes)) if n not in (*keys, *queries)]
-    return _grouped(groups, sizes, heads, batch, (*queries, *keys))
+    last = (*queries, *keys)
+    blocks = _blocks(prod(sizes[n] for n in queries), sizes[keys[0]], lengths)
+    if blocks > 1 and batch is not None:
+        if heads is None:
+            return _BLOCKS
+        if not _whole([sizes[n] for n in groups], heads, batch, blocks):
+            return _grouped_blocks(groups, sizes, heads, batch, blocks, last)
+    return _grouped(groups, sizes, heads, batch, last)
+
+
+def misread(
+    sizes: tuple[int, int, int, int],
+    heads: int | None,
+    batch: int | None,
+    lengths: Sequence[int],
+) -> str | None:
+    """Say why sizes that should be (batch, heads, queries, keys) may be something else.
+
+    Arguments are those of `arranged`.
+
+    Examples:
+        >>> misread((2, 3, 5, 5), heads=3, batch=2, lengths=[5]) is None
+        True
+    """
+    found = arranged(("g", "g", "q", "k"), sizes, heads, batch, lengths)
+    if _blocks(*sizes[2:], lengths) == 1 or batch is None:
+        return None
+    if isinstance(found, str):
+        return found
+    return None if found.order == (0, 1, 2, 3) and found.heads == sizes[1] else _BLOCKS
+
+
+def _whole(groups: Sequence[int], heads: int, batch: int, blocks: int) -> bool:
+    """Whether these can only be sequences and heads, each with fewer queries than tokens."""
+    if tuple(groups) == (batch, heads):
+        return blocks != heads
+    return prod(groups) == batch * heads and len(groups) == 1 and heads % blocks != 0
+
+
+def _blocks(queries: int, keys: int, lengths: Sequence[int]) -> int:
+    """Into how many blocks the owner may have cut its sequence; 1 if these rows are no blocks.
+
+    Rows of blocks are as many as no input has tokens, and see their own block or several.
+    """
+    if not lengths or queries in lengths or keys % queries:
+        return 1
+    return -(-lengths[0] // queries)
+
+
+def _grouped_blocks(
+    groups: list[int],
+    sizes: Sequence[int],
+    heads: int,
+    batch: int,
+    blocks: int,
+    last: tuple[int, ...],
+) -> Arranged | str:
+    """Find the heads beside blocks, which count as sequences, where only one reading fits."""
+    wide = [n for n in groups if sizes[n] != 1]
+    factors = {"b": batch, "h": heads, "w": blocks}
+    left = tuple(name for name, size in factors.items() if size != 1)
+    at = set(_readings([sizes[n] for n in wide], factors, left))
+    if len(at) != 1:
+        return _BLOCKS
+    (where,) = at
+    inner = [] if where is None else [wide[where]]
+    order = (*(n for n in groups if n not in inner), *inner, *last)
+    return Arranged(order=order, batch=batch * blocks, heads=heads)
+
+
+def _readings(
+    sizes: Sequence[int], factors: dict[str, int], left: tuple[str, ...], at: int = 0
+) -> Iterator[int | None]:
+    """Position of the axis that holds the heads, alone or within the batch, for each reading."""
+    if not sizes:
+        if not left:
+            yield None
+        return
+    for label in ("b", "h", "w", "bw", "bh"):
+        if set(label) <= set(left) and prod(factors[name] for name in label) == sizes[0]:
+            rest = tuple(name for name in left if name not in label)
+            for found in _readings(sizes[1:], factors, rest, at + 1):
+                yield at if "h" in label else found
 
 
 def _queries_among(

@@ -101,7 +101,7 @@ class Owner:
             True if _CROSS.search(self.name) or _CROSS.search(type(self.module).__name__) else None
         )
 
-    def batch(self, queries: int) -> int | None:
+    def batch(self, queries: int, keys: int) -> int | None:
         """Number of sequences the module was given, read from its first input."""
         values = (*self.args, *self.kwargs.values())
         shape = next((value.shape for value in values if isinstance(value, Tensor)), None)
@@ -114,9 +114,20 @@ class Owner:
         batch_first = getattr(self.module, "batch_first", None)
         if isinstance(batch_first, bool):
             return shape[0] if batch_first else shape[1]
-        if shape[0] == queries != shape[1]:
+        if shape[0] == queries != shape[1] != keys:
             return shape[1]
         return shape[0]
+
+    def lengths(self, batch: int | None) -> tuple[int, ...]:
+        """Tokens of each input (batch, tokens, width), the first first; empty for an image."""
+        values = (*self.args, *self.kwargs.values())
+        given = [value for value in values if isinstance(value, Tensor)]
+        if batch is None or not given or given[0].ndim not in (2, 3):
+            return ()
+        if given[0].ndim == 2:
+            return (given[0].shape[0],) if given[0].is_floating_point() else ()
+        shapes = [value.shape for value in given if value.ndim == 3]
+        return tuple(shape[1] if shape[0] == batch else shape[0] for shape in shapes)
 
 
 @dataclass(frozen=True, slots=True)

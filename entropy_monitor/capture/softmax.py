@@ -36,11 +36,14 @@ _OVERWRITTEN = "the input of the softmax was overwritten before the values were 
 _CUT = "its weights were cut or filled up between the softmax and the product with the values"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Softmaxed:
-    """The input of a softmax, kept until its result meets the values."""
+    """The input of a softmax, kept until its result meets the values.
 
-    logits: Tensor
+    Its result may meet several (the iterations of Nystrom attention): it is one attention still.
+    """
+
+    logits: Tensor | None
     axes: Axes
     version: int | None
     virtual_columns: int
@@ -235,7 +238,7 @@ class SoftmaxWay:
             for operand, axis in ((first, -1), (second, -2)):
                 trace = self._get(operand)
                 if trace is not None and trace.softmax is not None and trace.axes[axis] == "k":
-                    return self._found(trace.softmax, operand.shape[axis])
+                    return _take(trace.softmax, operand.shape[axis])
         # A linear layer is a plain product with a parameter; scores are not.
         if op is aten.mm.default and (_is_parameter(first) or _is_parameter(second)):
             return None
@@ -295,22 +298,27 @@ class SoftmaxWay:
         )
         self._set(out, Trace(axes=axes, softmax=known))
 
-    def _found(self, softmax: Softmaxed, keys: int) -> Found:
-        logits, axis = softmax.logits, softmax.axes.index("k")
-        if softmax.lost is not None:
-            return Lost(softmax.lost)
-        if softmax.version != _version(logits):
-            return Lost(_OVERWRITTEN)
-        columns, virtual = logits.shape[axis], softmax.virtual_columns
-        if keys == columns:
-            virtual = 0  # what was put beside the scores has values: they are keys
-        elif keys != columns - abs(virtual):
-            return Lost(_CUT)
-        if softmax.hidden is not None:
-            logits = logits.masked_fill(softmax.hidden, -torch.inf)
-        if virtual < 0:
-            logits = logits.roll(virtual, axis)
-        return Seen(way="softmax", logits=logits, axes=softmax.axes, virtual_columns=abs(virtual))
+
+def _take(softmax: Softmaxed, keys: int) -> Found | None:
+    """Hand over what a softmax was given, once."""
+    logits, axis = softmax.logits, softmax.axes.index("k")
+    if logits is None:
+        return None
+    softmax.logits = None
+    if softmax.lost is not None:
+        return Lost(softmax.lost)
+    if softmax.version != _version(logits):
+        return Lost(_OVERWRITTEN)
+    columns, virtual = logits.shape[axis], softmax.virtual_columns
+    if keys == columns:
+        virtual = 0  # what was put beside the scores has values: they are keys
+    elif keys != columns - abs(virtual):
+        return Lost(_CUT)
+    if softmax.hidden is not None:
+        logits = logits.masked_fill(softmax.hidden, -torch.inf)
+    if virtual < 0:
+        logits = logits.roll(virtual, axis)
+    return Seen(way="softmax", logits=logits, axes=softmax.axes, virtual_columns=abs(virtual))
 
 
 def _constant(value: Any) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from entropy_monitor.calls import AttentionCall
 from entropy_monitor.capture.hub import Hub, hub
-from entropy_monitor.capture.layout import arranged
+from entropy_monitor.capture.layout import arranged, misread
 from entropy_monitor.capture.owners import Foreign, Owner
 from entropy_monitor.capture.plan import Naming, Planned, Signature
 from entropy_monitor.capture.quiet import quiet
@@ -213,6 +213,11 @@ def _material(found: Seen, owner: Owner) -> dict[str, Any] | Lost | None:
     assert found.key is not None
     if found.query.ndim != 4 or found.key.ndim != 4:
         return Lost(f"its queries have {found.query.ndim} axes, not (batch, heads, tokens, width)")
+    sizes = (*found.query.shape[:3], found.key.shape[2])
+    batch = owner.batch(*sizes[2:])
+    doubt = misread(sizes, owner.heads, batch, owner.lengths(batch))
+    if doubt is not None:
+        return Lost(doubt)
     return {
         "query": found.query,
         "key": found.key,
@@ -228,8 +233,12 @@ def _material(found: Seen, owner: Owner) -> dict[str, Any] | Lost | None:
 def _arrange(found: Seen, owner: Owner) -> Tensor | Lost:
     assert found.logits is not None
     logits, axes = found.logits, found.axes
-    queries = max((s for s, a in zip(logits.shape, axes, strict=True) if a == "q"), default=1)
-    order = arranged(axes, logits.shape, owner.heads, owner.batch(queries))
+    queries, keys = (
+        max((s for s, a in zip(logits.shape, axes, strict=True) if a == letter), default=1)
+        for letter in "qk"
+    )
+    batch = owner.batch(queries, keys - found.virtual_columns)
+    order = arranged(axes, logits.shape, owner.heads, batch, owner.lengths(batch))
     if isinstance(order, str):
         return Lost(order)
     shape = (order.batch, order.heads, -1, logits.shape[order.order[-1]])
