@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.versions import TRANSFORMERS_5
+
 VOCABULARY = 61
 BATCH, LENGTH = 2, 9
 
@@ -153,6 +155,11 @@ _BART = {
     "decoder_ffn_dim": 40, "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
 }  # fmt: skip
+_INNER = "" if TRANSFORMERS_5 else ".attention"
+"""Version 4 has a module within the attention of a vision model."""
+
+_VIT_4 = "vit.encoder.layer.{}.attention.attention"
+
 _IMAGE = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 12, "patch_size": 4, **_NO_DROPOUT,
@@ -372,6 +379,7 @@ _TRANSFORMERS = (
             "block.{}.layer.0.SelfAttention",
         ),
         _T5,
+        ways=("eager", "sdpa") if TRANSFORMERS_5 else ("eager",),
         inputs=encoder_decoder_inputs,  # its flex attention reads its bias out of bounds (5.24)
     ),
     hugging_face(
@@ -397,7 +405,7 @@ _TRANSFORMERS = (
     hugging_face(
         "vit",
         "ViTForImageClassification",
-        "vit.layers.{}.attention",
+        "vit.layers.{}.attention" if TRANSFORMERS_5 else _VIT_4,
         _IMAGE,
         inputs=image_inputs,
         ways=_FLEX,
@@ -405,7 +413,7 @@ _TRANSFORMERS = (
     hugging_face(
         "dinov2_registers",
         "Dinov2WithRegistersModel",
-        "encoder.layer.{}.attention",
+        f"encoder.layer.{{}}.attention{_INNER}",
         {**_IMAGE, "num_register_tokens": 2, "mlp_ratio": 1},
         inputs=image_inputs,
     ),

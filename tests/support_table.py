@@ -1,10 +1,12 @@
 """Print what is supported, from the results of the tests: it cannot claim more than they show.
 
-    pytest tests/capture -m "slow or not slow" --junitxml=support.xml
-    python -m tests.support_table support.xml
+    pytest tests -m "slow or not slow" --junitxml=support.xml
+    python -m tests.support_table support.xml --insert README.md
 
-Rows are model families, columns are attention implementations and ways of running them. A mark is
-printed only for tests that ran and passed; a family that was skipped or not run stays empty.
+Rows are model families. The columns after them are attention implementations (are the statistics
+those of the model's eager weights?) and ways of training (is what is seen complete and named, and
+does nothing change?). A mark is printed only for tests that ran and passed; what was skipped or not
+run stays empty.
 """
 
 import argparse
@@ -27,7 +29,7 @@ TITLES = {
     "gemma2": "Gemma 2 (soft-cap)",
     "gemma3": "Gemma 3",
     "gpt_oss": "gpt-oss (learned sinks)",
-    "deepseek_v3": "DeepSeek-V3 (MLA, MoE)",
+    "deepseek_v3": "DeepSeek-V3 (MLA)",
     "phi3": "Phi-3",
     "falcon_alibi": "Falcon (ALiBi)",
     "falcon_mqa": "Falcon (MQA)",
@@ -55,18 +57,26 @@ MODEL_TESTS = {
     "test_bf16": "bf16",
     "test_flex_attention_has_no_backward_on_a_cpu_but_right_numbers": "numbers",
 }
-COLUMNS = ("numbers", "same training", "compiled", "checkpointed", "bf16")
+WAYS = ("eager", "sdpa", "flex_attention")
+MODES = ("same training", "compiled", "checkpointed", "bf16")
 
 OTHERS = {
-    "test_torch_modules": "torch.nn: MultiheadAttention, TransformerEncoder/Decoder, fast path",
-    "test_handmade": "written by hand: matmul, einsum, folded, masks of -1e9, -1e4, -inf",
-    "test_fused": "kernels of F.scaled_dot_product_attention, flash-attn operations",
-    "test_flex": "flex attention called directly, kernels behind transformers' table",
-    "test_third_party": "timm, x-transformers; what BigBird, Longformer report",
-    "test_inputs": "padding, packing, windows, short sequences, caches",
-    "test_compile": "torch.compile: whole, in place, per layer, dynamic, broken graphs",
-    "test_modes": "checkpointing, autocast, GANs, LoRA, copies, generate, faults",
-    "test_parallel": "DDP, FSDP2, tensor parallel",
+    "capture.test_torch_modules": "torch.nn: MultiheadAttention, TransformerEncoder, fast path",
+    "capture.test_handmade": "written by hand: matmul, einsum, folded, masks of -1e9, -1e4, -inf",
+    "capture.test_fused": "kernels of F.scaled_dot_product_attention, flash-attn operations",
+    "capture.test_flex": "flex attention called directly, kernels behind transformers' table",
+    "capture.test_third_party": "timm, x-transformers, Swin; what BigBird, Longformer report",
+    "capture.test_blocks": "attention within blocks: read where blocks and heads can be told apart",
+    "capture.test_inputs": "padding, packing, windows, short sequences, caches",
+    "capture.test_compile": "torch.compile: whole, in place, per layer, dynamic, broken graphs",
+    "capture.test_modes": "checkpointing, autocast, GANs, copies, generate, faults",
+    "capture.test_parallel": "DDP, FSDP2, tensor parallel",
+    "integration.test_modes": "Lightning: accumulation, L-BFGS, LoRA, changing models, notebooks",
+    "distributed.test_lightning": "Lightning on two processes: DDP, spawn, fork, torchrun",
+    "distributed.test_reduce": "sums over ranks: uneven batches, ranks without attention",
+    "faults.test_lightning": "errors of ours at every stage, errors and interrupts of the user",
+    "faults.test_process": "signals, files that may not grow",
+    "faults.test_long_run": "200 steps with faults at random, one process and two",
 }
 
 
@@ -97,13 +107,13 @@ def read(paths: list[Path]) -> Results:
 
 
 def _add(results: Results, case: ET.Element) -> None:
-    file = case.get("classname", "").rsplit(".", 1)[-1]
+    file = ".".join(case.get("classname", "").split(".")[-2:])
     test, _, parameters = case.get("name", "").partition("[")
     parameters = parameters.rstrip("]")
     bad = case.find("failure") is not None or case.find("error") is not None
     skipped = case.find("skipped") is not None
     results.files[file][1 if bad else 2 if skipped else 0] += 1
-    if file not in ("test_model_matrix", "test_model_modes") or test not in MODEL_TESTS or skipped:
+    if skipped or test not in MODEL_TESTS or not file.startswith("capture.test_model"):
         return
     family, _, way = parameters.partition("-")
     way = way or "flex_attention"
@@ -117,26 +127,34 @@ def _add(results: Results, case: ET.Element) -> None:
 
 def table(results: Results) -> str:
     """The tables in Markdown."""
-    lines = [
-        "| model | attention | " + " | ".join(COLUMNS) + " |",
-        "|---|---|" + "---|" * len(COLUMNS),
-    ]
-    rows = sorted({(family, way) for family, way, _ in results.cells}, key=_place)
-    for family, way in rows:
-        marks = [_mark(results, family, way, column) for column in COLUMNS]
-        name = TITLES.get(family, family)
-        lines.append(f"| {name} | {way.removesuffix('_attention')} | {' | '.join(marks)} |")
-    lines += ["", "| also tested | passed | failed | skipped |", "|---|---|---|---|"]
-    for file, title in OTHERS.items():
-        if file in results.files:
-            lines.append(f"| {title} | {' | '.join(map(str, results.files[file]))} |")
+    columns = ["model", *(way.removesuffix("_attention") for way in WAYS), *MODES]
+    lines = [_row(columns), _row(["---"] * len(columns))]
+    known = list(TITLES)
+    families = {family for family, _, _ in results.cells}
+    for family in sorted(families, key=lambda f: known.index(f) if f in known else len(known)):
+        numbers = [_mark(results, family, way, "numbers") for way in WAYS]
+        modes = [_over_ways(results, family, mode) for mode in MODES]
+        lines.append(_row([TITLES.get(family, family), *numbers, *modes]))
+    others = [(file, title) for file, title in OTHERS.items() if file in results.files]
+    if others:
+        lines += ["", _row(["also tested", "passes"]), _row(["---"] * 2)]
+    for file, title in others:
+        passed, failed, _ = results.files[file]
+        lines.append(_row([title, FAILED if failed else PASSED if passed else NOT_RUN]))
     return "\n".join(lines)
 
 
-def _place(row: tuple[str, str]) -> tuple[int, str, str]:
-    family, way = row
-    known = list(TITLES)
-    return known.index(family) if family in known else len(known), family, way
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _over_ways(results: Results, family: str, mode: str) -> str:
+    """One mark if all implementations agree, otherwise a mark for each."""
+    marks = {way: _mark(results, family, way, mode) for way in WAYS}
+    marks = {way.removesuffix("_attention"): mark for way, mark in marks.items() if mark}
+    if len(set(marks.values())) <= 1:
+        return next(iter(marks.values()), NOT_RUN)
+    return ", ".join(f"{way} {mark}" for way, mark in marks.items())
 
 
 def _mark(results: Results, family: str, way: str, column: str) -> str:
@@ -165,9 +183,10 @@ def insert(readme: Path, text: str) -> None:
 
 NOTE = """\
 (1) Compiled code hides this attention, or computes several kinds of one shape; monitored steps run
-uncompiled. Compiled means the whole model with the backend aot_eager; inductor also fuses attention
-that is written out (eager), and (1) holds for it then. (2) Names only: eager attention of
-transformers computes other weights here. Empty: not offered by the library, or not run."""
+uncompiled. Compiled means the whole model with the backend `aot_eager`; `inductor` also fuses
+attention that is written out (eager), and (1) holds for it then. (2) Names only: the eager
+attention of transformers computes other weights here. Empty: not offered by the library, or not
+run; flex attention has no backward pass on a CPU."""
 
 
 def main() -> None:

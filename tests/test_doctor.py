@@ -8,6 +8,7 @@ from torch import nn
 
 from entropy_monitor.cli import main
 from entropy_monitor.doctor import _shorten, diagnose
+from tests.versions import TRANSFORMERS_5
 
 pytest.importorskip("transformers")
 
@@ -74,6 +75,7 @@ def test_a_model_type_by_name(capsys):
     assert len(found["layers"]) == 1
 
 
+@pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no such configuration")
 def test_a_configuration_that_makes_its_layer_types_from_its_depth():
     from transformers import MambaConfig
 

@@ -346,3 +346,9 @@ def test_no_window_opens_while_a_cuda_graph_is_recorded(model, graph_recording):
         assert torch._C._len_torch_dispatch_stack() == 0
     graph_recording()
     assert measured(monitor, ids(), step=2).layers == ("blocks.0", "blocks.1")
+
+
+def test_a_torch_that_is_too_old_is_named(model, monkeypatch):
+    monkeypatch.setattr("entropy_monitor.capture.tap.TorchDispatchMode", object)
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.9 or newer.*this is torch"):
+        AttentionMonitor(model)

@@ -17,6 +17,7 @@ from torch import nn
 
 from entropy_monitor.capture.owners import Owners
 from entropy_monitor.capture.plan import COMPILED_UNSURE, Plan
+from entropy_monitor.capture.tap import recompiles_in_modes, require_torch
 from entropy_monitor.capture.window import OnCall, Window
 
 _LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn|mha(?![a-z])", re.IGNORECASE)
@@ -28,6 +29,10 @@ _NOT_COMPUTED = (
 _UNCOMPILED = (
     "Compiled code hides attention or mixes its order ({}): "
     "monitored steps run uncompiled from now on."
+)
+_RECOMPILES = (
+    "torch 2.9 would compile the model anew in every monitored step, so these run uncompiled; "
+    "torch 2.10 and newer leave it as it is."
 )
 _ABSENT = (
     "seen in an earlier window, but not in this one: compiled code hides it, or it did not run"
@@ -61,6 +66,7 @@ class CaptureSession:
     Raises:
         TypeError: If `model` is not a module.
         ValueError: If an option is unknown.
+        RuntimeError: If torch is older than 2.9.
 
     Examples:
         >>> import torch
@@ -82,6 +88,7 @@ class CaptureSession:
         decode: bool = False,
         on_error: str = "warn",
     ) -> None:
+        require_torch()
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
         if compiled not in ("force_eager", "skip"):
@@ -96,7 +103,7 @@ class CaptureSession:
         self._pattern = candidates
         self._compiled = compiled
         self._discovered = False
-        self._uncompiled = False
+        self._uncompiled = recompiles_in_modes()
         self._interface = False
         self._missing: set[str] = set()
         self._rediscoveries = 0
@@ -142,6 +149,8 @@ class CaptureSession:
         if window.discovering:
             self._learn(window)
             self._narrow(window)
+            if recompiles_in_modes() and _something_was_compiled():
+                report.notes.append(_RECOMPILES)
         elif not self._unsure(window) and self._narrow(window) and not self._uncompiled:
             self._compare(window)
         report.unseen.update({n: r for n, r in self.plan.unseen.items() if n not in report.seen})

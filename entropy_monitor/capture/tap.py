@@ -122,6 +122,21 @@ class GuardedTap(Tap):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def require_torch() -> None:
+    """Refuse a torch whose dispatch modes turn compiled models into eager ones and break flex."""
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        raise RuntimeError(
+            "entropy_monitor needs torch 2.9 or newer to see attention in a model without changing "
+            f"what is compiled; this is torch {torch.__version__}. `row_statistics`, "
+            "`attribute_change`, reports and the dashboard work with it."
+        )
+
+
+def recompiles_in_modes() -> bool:
+    """Whether the guards of compiled code never hold under a dispatch mode: seen in torch 2.9."""
+    return torch.__version__ < "2.10"  # not a plain string: it compares versions
+
+
 def make_tap(listener: Listener, handlers: dict[Any, Handler | None]) -> Tap:
     """A tap that torch._dynamo will not try to compile, should it be loaded."""
     if "torch._dynamo" not in sys.modules or _hide_from_dynamo():

@@ -8,6 +8,7 @@ import torch
 from entropy_monitor.capture import CaptureSession
 from tests.capture.helpers import assert_same_training, assert_weights, capture
 from tests.models import FAMILIES, cast, eager_weights, loss_of, tiny
+from tests.versions import TRANSFORMERS_5
 
 pytest.importorskip("transformers")
 
@@ -23,6 +24,8 @@ CASES = [
 def test_statistics_equal_those_of_the_eager_weights(
     name: str, way: str, record_property: Any
 ) -> None:
+    if not TRANSFORMERS_5 and name in ("mpt", "clip", "deepseek_v3"):
+        pytest.skip("transformers 4 cannot run it in float64")
     family = FAMILIES[name]
     model = tiny(name, way, torch.float64)
     inputs = cast(family.inputs(), torch.float64)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from entropy_monitor.capture import CaptureSession
 from tests.capture.helpers import capture
 from tests.handmade import WIDTH, Fused
+from tests.versions import needs_torch_2_10
 
 pytestmark = [
     pytest.mark.distributed,
@@ -87,7 +88,7 @@ def test_fsdp2() -> None:
         assert torch.equal(stats.total_entropy, want.stats[name].total_entropy)
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("local", [True, pytest.param(False, marks=needs_torch_2_10)])
 def test_tensor_parallel(local: bool) -> None:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

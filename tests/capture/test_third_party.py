@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.capture.helpers import assert_same_training, assert_weights, capture
 from tests.models import loss_of
 from tests.third_party import load
+from tests.versions import TRANSFORMERS_5
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that touch what torch deprecates
 
@@ -157,7 +158,8 @@ def test_swin_windows_are_sequences_and_its_mask_of_minus_100_hides() -> None:
     )
     model = transformers.SwinModel._from_config(config, attn_implementation="eager").eval()
     measured, report, _ = capture(model, lambda: model(image()))
-    names = ["encoder.layers.0.blocks.0.attention", "encoder.layers.0.blocks.1.attention"]
+    inner = "" if TRANSFORMERS_5 else ".self"
+    names = [f"encoder.layers.0.blocks.{n}.attention{inner}" for n in (0, 1)]
     assert list(measured.stats) == names
     assert report.complete
     assert measured.shapes[names[0]] == (8, 2, 16, 16)

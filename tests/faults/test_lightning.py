@@ -16,6 +16,7 @@ from entropy_monitor.pipeline import EntropyMonitorWarning
 from entropy_monitor.writers import ConsoleWriter, MemoryWriter, read_run
 from tests.faults.faults import STAGES, Fault
 from tests.runs import Language, bits, loader, traces, train, trainer, watch
+from tests.versions import WEIGHTS_ONLY
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_a_saved_state_that_makes_no_sense(tmp_path, part):
     again = trainer(tmp_path / "second", [callback], max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        again.fit(Language(), loader(3), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+        again.fit(Language(), loader(3), ckpt_path=tmp_path / "one.ckpt", **WEIGHTS_ONLY)
     if part == "record":
         assert not told(caught)
         assert callback.last.summary["baseline_step"] == 0

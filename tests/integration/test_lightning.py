@@ -15,6 +15,7 @@ from entropy_monitor import AttentionMonitor, EntropyMonitor
 from entropy_monitor.alerts import Alert
 from entropy_monitor.pipeline import EntropyMonitorWarning
 from entropy_monitor.writers import MemoryWriter, read_run
+from tests.versions import WEIGHTS_ONLY
 
 
 class Block(nn.Module):
@@ -265,7 +266,7 @@ def test_a_resumed_run_goes_on_like_an_uninterrupted_one(tmp_path):
     torch.load(tmp_path / "part.ckpt", weights_only=True)
     callback = monitor(writers=[second])
     again = trainer(tmp_path / "part", callback, max_epochs=2)
-    again.fit(Model(), data(), ckpt_path=tmp_path / "part.ckpt", weights_only=True)
+    again.fit(Model(), data(), ckpt_path=tmp_path / "part.ckpt", **WEIGHTS_ONLY)
     assert first.steps + second.steps == whole.steps
     for a, b in zip(whole.emissions[-3:], second.emissions[-3:], strict=True):
         np.testing.assert_array_equal(a.change, b.change)

@@ -382,3 +382,11 @@ def test_low_rank_adapters(tmp_path):
 def test_nets_are_alike():
     """The models of these tests are what the tests say."""
     assert [name for name, m in Net().named_modules() if isinstance(m, Block)] == ["attn0", "attn1"]
+
+
+def test_a_torch_that_is_too_old_does_not_end_the_run(tmp_path, monkeypatch):
+    plain, _ = train(tmp_path / "plain")
+    monkeypatch.setattr("entropy_monitor.capture.tap.TorchDispatchMode", object)
+    with pytest.warns(EntropyMonitorWarning, match=r"needs torch 2\.9 or newer"):
+        watched, _ = train(tmp_path, watch())
+    assert bits(watched) == bits(plain)

@@ -17,6 +17,7 @@ from entropy_monitor.replay.models import (
     read_config,
     strip_prefix,
 )
+from tests.versions import HEAD, TRANSFORMERS_5
 
 
 @pytest.fixture
@@ -53,8 +54,10 @@ def test_prefix_of_a_lightning_module_stays_in_the_names(state, spec, tmp_path, 
 
 def test_weights_arrive(state, spec, tmp_path):
     loaded = load_model(save(state, tmp_path / "a.ckpt"), spec)
+    expected = {HEAD if name == "lm_head.weight" else name: value for name, value in state.items()}
     for name, value in loaded.model.state_dict().items():
-        assert torch.equal(value, state[name].float()), name
+        if name != HEAD or TRANSFORMERS_5:  # version 4 does not find it, and does without it
+            assert torch.equal(value, expected[name].float()), name
     assert not loaded.model.training
     assert loaded.parameters == sum(v.numel() for v in state.values())
 

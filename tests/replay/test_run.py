@@ -20,6 +20,7 @@ from entropy_monitor.replay import ModelSpec, ReplayError, ReplaySettings, Token
 from entropy_monitor.replay.results import sink_formed
 from entropy_monitor.replay.rows import PartStore
 from entropy_monitor.writers import Emission, read_run
+from tests.versions import HEAD
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,9 @@ def eager_rows(series, name):
     """Hb, 1-s, H(pi), H per row from the model's own eager weights in float64; rows with m >= 2."""
     config = AutoConfig.from_pretrained(series)
     model = GPTNeoXForCausalLM(config).double().eval()
-    model.load_state_dict(load_file(series / name / "model.safetensors"))
+    state = load_file(series / name / "model.safetensors")
+    state[HEAD] = state.pop("lm_head.weight")
+    model.load_state_dict(state)
     model.set_attn_implementation("eager")
     ids = torch.from_numpy(np.load(series / "tokens.npy").astype(np.int64))
     with torch.no_grad():
