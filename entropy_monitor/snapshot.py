@@ -270,8 +270,13 @@ class HeadSums:
         """Undo `state_dict`.
 
         Raises:
-            ValueError: If the state was written by another version with other columns.
+            ValueError: If it is not what `state_dict` gives, or that of another version.
         """
+        if not {"packed", "slots"} <= set(state):
+            raise ValueError(
+                "`state` must come from `HeadSums.state_dict`, with `packed` and `slots`; got "
+                f"{', '.join(map(repr, state)) or 'nothing'}."
+            )
         packed = state["packed"]
         width = len(_COLUMNS) + GROUPS * _GROUP_WIDTH + 1
         if packed.ndim != 2 or packed.shape[1] != width:
@@ -439,7 +444,17 @@ class Snapshot:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Snapshot":
-        """Undo `state_dict`."""
+        """Undo `state_dict`.
+
+        Raises:
+            ValueError: If it is not what `state_dict` gives.
+        """
+        missing = [name for name in ("step", "sums", "rows") if name not in state]
+        if missing:
+            raise ValueError(
+                "`state` must come from `Snapshot.state_dict`, with `step`, `sums` and `rows`; "
+                f"{', '.join(missing)} missing, got {', '.join(map(repr, state)) or 'nothing'}."
+            )
         return cls(
             step=state["step"],
             sums={name: HeadSums.from_state_dict(sums) for name, sums in state["sums"].items()},

@@ -352,3 +352,26 @@ def test_a_torch_that_is_too_old_is_named(model, monkeypatch):
     monkeypatch.setattr("entropy_monitor.capture.tap.TorchDispatchMode", object)
     with pytest.raises(RuntimeError, match=r"needs torch 2\.9 or newer.*this is torch"):
         AttentionMonitor(model)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copied_monitor_watches_the_copied_model(model, way):
+    class Holder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+            self.monitor = watch(model)
+
+    holder = Holder()
+    measured(holder.monitor, ids(), step=0)
+    copied = (
+        copy.deepcopy(holder) if way == "deepcopy" else pickle.loads(pickle.dumps(holder.monitor))
+    )
+    monitor = copied if way == "pickle" else copied.monitor
+    assert monitor.model is not model
+    with monitor.observe(1):
+        monitor.model(ids())
+        model(ids())  # the original is not its business
+    seen = monitor.snapshot()
+    assert seen.layers == ("blocks.0", "blocks.1")
+    assert seen.sums["blocks.0"].slots == 3  # sequences

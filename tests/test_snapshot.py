@@ -241,3 +241,15 @@ def test_a_printed_snapshot_is_one_line():
     assert text.startswith("Snapshot at step 4: 1 layer, 2 heads, entropy ")
     assert "\n" not in text
     assert str(Snapshot()) == "Snapshot: no attention was measured"
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"x": 1}, "`step`, `sums` and `rows`; step, sums, rows missing, got 'x'"),
+        ({"step": 1, "sums": {"a": {}}, "rows": {}}, "`packed` and `slots`; got noth"),
+    ],
+)
+def test_a_state_that_is_none_is_named(state, match):
+    with pytest.raises(ValueError, match=match):
+        Snapshot.from_state_dict(state)

@@ -149,6 +149,13 @@ class Owners:
         self._outside: dict[int, tuple[nn.Module, Foreign | None]] = {}
         self.refresh()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Names go by identity, which no copy and no other process shares.
+        return {"root": self.root}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["root"])  # type: ignore[misc]
+
     def refresh(self) -> bool:
         """Read the modules again; returns whether they changed since the last time."""
         self._outside.clear()
