@@ -140,8 +140,7 @@ def build_report(
     """
     if not isinstance(run, Run):
         run = read_run(run)
-    if not len(run):
-        raise RecordError(f"No step has been recorded yet in {run.path}.")
+    run.require_steps()
     after = int(run.steps[-1]) if last is None else last
     before = baseline
     if before is None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from entropy_monitor.alerts import SEVERITIES, Alert, AlertPolicy, scan
-from entropy_monitor.writers.record_reader import RecordError, Run, read_run
+from entropy_monitor.writers.record_reader import Run, read_run
 
 DESCRIPTION = """\
 Run the alerts over a recorded run: the code that runs in training, with the policy you choose.
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         policy = AlertPolicy.load(args.policy)
         recorded = read_run(args.run)
-        if not len(recorded):
-            raise RecordError(f"No step has been recorded yet in {recorded.path}.")
+        recorded.require_steps()
         alerts = scan_run(recorded, policy)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"entropy-monitor scan: {error}\n")

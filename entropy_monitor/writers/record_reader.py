@@ -69,6 +69,20 @@ class Run:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def require_steps(self) -> None:
+        """Return if there is a step to look at.
+
+        Raises:
+            RecordError: If there is none: because nothing was recorded yet, or what was is damaged.
+        """
+        if self._steps:
+            return
+        if not self.problems:
+            raise RecordError(f"No step has been recorded yet in {self.path}.")
+        more = len(self.problems) - 1
+        rest = f" (and {more} more)" if more else ""
+        raise RecordError(f"No step can be read in {self.path}: {self.problems[0]}{rest}.")
+
     @property
     def heads(self) -> int:
         """Number of heads of all layers."""
@@ -83,8 +97,9 @@ class Run:
         """Return one statistic, float32 (steps, heads of all layers), NaN where absent.
 
         Raises:
-            RecordError: If the run has no such statistic.
+            RecordError: If the run has no such statistic, or no step.
         """
+        self.require_steps()
         if name not in self.stat_names:
             raise RecordError(
                 f"No statistic {name!r} in {self.path}; it has {', '.join(self.stat_names)}."

@@ -1,5 +1,6 @@
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -131,6 +132,16 @@ def test_bad_steps_are_named(run, tmp_path):
     RecordWriter(tmp_path / "new").close()
     with pytest.raises(RecordError, match="No step has been recorded yet"):
         build_report(tmp_path / "new")
+
+
+def test_a_record_without_its_heads_says_what_is_damaged(run, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(run, folder)
+    next(folder.glob("**/heads.bin")).write_bytes(b"")
+    with pytest.raises(RecordError, match=r"No step can be read in .*ends before its frame"):
+        build_report(folder)
+    with pytest.raises(RecordError, match="ends before its frame"):
+        read_run(folder).stat("sink_mass")
 
 
 def test_csv(run, tmp_path):
