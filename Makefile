@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test test-all lint bench bench-alerts clean
+.PHONY: help demo test test-all lint bench bench-alerts check-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -41,6 +41,9 @@ bench: $(READY) ## what monitoring costs on this machine (a few minutes; keep th
 
 bench-alerts: $(READY) ## train every kind of collapse and score the alerts (long)
 	$(BIN)/python -m tests.benchmarks.collapse
+
+check-gpu: $(READY) ## what only a GPU can show; without one it says so
+	$(BIN)/python tests/gpu/check.py
 
 clean: ## remove the environment and everything built in it
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
