@@ -154,9 +154,18 @@ class SoftmaxWay:
             return
         for added in args[:2]:
             if isinstance(added, Tensor) and added is not out and self._get(added) is None:
-                value = self._masks.hidden_at(added)
-                if value is not None:
-                    self._set(out, _hiding(trace, added <= value / 2, out))
+                self._hide(trace, added, out)
+
+    def _hide(self, trace: Trace, added: Tensor, out: Tensor) -> None:
+        """Remember where an added tensor hides scores."""
+        value = self._masks.hidden_at(added)
+        limit = None if value is None else value / 2
+        if limit is None and added.is_floating_point() and out.is_floating_point():
+            # The smallest float16 hides in its own type, but no longer in wider scores.
+            floor = masked_below(added.dtype)
+            limit = floor if floor > masked_below(out.dtype) else None
+        if limit is not None:
+            self._set(out, _hiding(trace, added <= limit, out))
 
     def _view(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if not self._traces:
@@ -248,7 +257,11 @@ class SoftmaxWay:
     def _biased_product(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Found | None:
-        return self._product(op, args[1:], kwargs, out)
+        found = self._product(op, args[1:], kwargs, out)
+        trace = self._get(out)
+        if trace is not None and trace.softmax is None and kwargs.get("beta", 1) == 1:
+            self._hide(trace, args[0], out)
+        return found
 
     def _start(self, out: Tensor) -> None:
         self._sweep()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from entropy_monitor.capture import CaptureSession
 from entropy_monitor.capture.masks import Masks, hidden_at
@@ -62,3 +62,53 @@ def test_fused_kernels_with_added_masks_have_the_support_of_the_bool_mask(value:
             model(q, k, v)
         supports.append(measured.stats["Kernel"].support)
     assert torch.equal(*supports)
+
+
+class Scores(nn.Module):
+    """Attention by hand that adds a mask to scores of its own type, in one of several ways."""
+
+    def __init__(self, way: str, mask: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.way, self.mask, self.dtype = way, mask, dtype
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.to(self.dtype).flatten(0, 1) for t in (q * self.scale, k, v))
+        if self.way == "baddbmm":
+            mask = self.mask.to(self.dtype).expand(len(q), T, T)
+            scores = torch.baddbmm(mask, q, k.mT)
+        else:
+            scores = torch.bmm(q, k.mT) + self.mask
+        return (scores.softmax(-1).to(self.dtype) @ v).unflatten(0, (B, H))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("way", ["add", "baddbmm"])
+@pytest.mark.parametrize("value", [-1e4, -65504.0, -float("inf")])
+@pytest.mark.parametrize("made_in", [torch.float16, torch.float32])
+def test_masks_of_one_type_in_scores_of_another(
+    value: float, way: str, dtype: torch.dtype, made_in: torch.dtype
+) -> None:
+    q, k, v = (rand(B, H, T, 8, seed=n) for n in range(3))
+    model, measured = Scores(way, filled(value).to(made_in), dtype), Measured()
+    with CaptureSession(model, on_error="raise").window(measured):
+        model(q, k, v)
+    (stats,) = measured.stats.values()
+    assert stats.support.unique(dim=0).unique(dim=1).flatten().tolist() == list(range(T))
+
+
+def test_fused_attention_in_float16_with_dropout_has_the_support_of_its_mask() -> None:
+    """Without a fused kernel, torch adds the float16 mask to float32 scores."""
+    q, k, v = (rand(B, H, T, 8, seed=n).half() for n in range(3))
+    lowest = torch.finfo(torch.float16).min
+    model = Kernel(attn_mask=filled(lowest).half(), dropout_p=0.1).half()
+    measured = Measured()
+    with CaptureSession(model, on_error="raise").window(measured) as report:
+        model(q, k, v)
+    assert report.way == {"Kernel": "softmax"}
+    stats = measured.stats["Kernel"]
+    logits = q.double() @ k.double().mT / 8**0.5
+    p = logits.masked_fill(~CAUSAL, -torch.inf).softmax(-1)
+    entropy = torch.special.entr(p).sum(-1)
+    torch.testing.assert_close(stats.total_entropy.double(), entropy, atol=1e-5, rtol=0)
+    assert stats.support[0, 0].tolist() == list(range(T))
