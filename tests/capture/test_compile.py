@@ -1,6 +1,7 @@
 """torch.compile in its usual forms: names, numbers, no recompilation, nothing hidden silently."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,30 @@ def test_names_and_numbers_without_recompiling(
         assert torch.equal(one, other)
     assert not counters["recompiles"]
     assert counters["stats"]["unique_graphs"] <= 2 * graphs  # dynamo may share them
+
+
+@STAYS_COMPILED
+@pytest.mark.parametrize("form", [whole, in_place])
+def test_compiled_code_still_runs_compiled_in_a_window(
+    form: Callable[[nn.Module, Any], nn.Module],
+) -> None:
+    runs = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            runs.append(graph)
+            return graph(*args)
+
+        return run
+
+    model = form(stack(), counting)
+    session = CaptureSession(model, on_error="raise")
+    model(x())
+    capture(model, lambda: model(x()), session=session)  # learns the names, uncompiled
+    runs.clear()
+    for n in range(1, 4):
+        capture(model, lambda: model(x()), session=session)
+        assert len(runs) == n
 
 
 @STAYS_COMPILED

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
-from entropy_monitor.calls import AttentionCall
+from entropy_monitor.calls import AttentionCall, RowKind
 from entropy_monitor.capture import CaptureSession
 from entropy_monitor.capture.interface import read_call
 from entropy_monitor.capture.seen import Lost, Seen
@@ -194,6 +195,30 @@ def test_learned_sinks_and_packed_documents_through_the_table(table: dict[str, A
     assert call.mask is not None
     assert call.mask[0, 0, :12, :12].all()
     assert not call.mask[0, 0, 12:, :12].any()
+
+
+def test_positions_that_start_again_separate_nothing_in_a_batch_of_two(
+    table: dict[str, Any],
+) -> None:
+    positions = torch.tensor([[*range(12), *range(T - 12)]] * 2)
+    layer = HuggingFace("flash_attention_2", position_ids=positions)
+    measured, *_ = capture(layer, lambda: layer(x()))
+    # All but the first two causal rows see the one sink and two content keys or more.
+    stats = measured.stats["HuggingFace"]
+    assert stats.support[:, 0].tolist() == [list(range(T))] * 2
+    assert (stats.kind == RowKind.VALID).sum(-1).unique().tolist() == [T - 2]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_the_table_shows_is_not_counted_again_when_it_is_recomputed(
+    table: dict[str, Any], reentrant: bool
+) -> None:
+    layer = HuggingFace("flash_attention_2")
+    names: list[str] = []
+    with CaptureSession(layer, on_error="raise").window(lambda call: names.append(call.name)):
+        loss = checkpoint(layer, x().requires_grad_(), use_reentrant=reentrant).square().mean()
+        loss.backward()  # inside the window on purpose
+    assert names == ["HuggingFace"]
 
 
 def test_an_unknown_attention_function_is_not_guessed(table: dict[str, Any]) -> None:

@@ -491,6 +491,20 @@ def test_an_exception_of_the_receiver_never_reaches_the_model() -> None:
     assert torch.equal(loss, expected)
 
 
+def test_a_receiver_that_fails_takes_nothing_from_another() -> None:
+    def fail(call: AttentionCall) -> None:
+        raise RuntimeError("broken")
+
+    model = stack()
+    names: list[str] = []
+    failing, other = CaptureSession(model), CaptureSession(model, on_error="raise")
+    with failing.window(fail) as broken, other.window(lambda c: names.append(c.name)) as report:
+        model(x())
+    assert names == NAMES
+    assert report.complete
+    assert [str(error) for error in broken.errors] == ["broken"]
+
+
 def test_interrupting_the_receiver_interrupts_the_run_and_removes_everything() -> None:
     def stop(call: AttentionCall) -> None:
         raise KeyboardInterrupt
