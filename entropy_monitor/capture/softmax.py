@@ -88,6 +88,8 @@ class SoftmaxWay:
             aten.cat.default: self._cat,
             aten.add.Tensor: self._add,
             aten.add_.Tensor: self._add,
+            aten.sub.Tensor: self._subtract,
+            aten.sub_.Tensor: self._subtract,
             aten.masked_fill.Scalar: self._fill,
             aten.masked_fill.Tensor: self._fill,
             aten.masked_fill_.Scalar: self._fill,
@@ -152,12 +154,25 @@ class SoftmaxWay:
         trace = self._get(out) if self._traces else None
         if trace is None or trace.softmax is not None:
             return
-        for added in args[:2]:
+        for added, factor in zip(args[:2], (1.0, _factor(kwargs, "alpha")), strict=True):
             if isinstance(added, Tensor) and added is not out and self._get(added) is None:
-                self._hide(trace, added, out)
+                self._hide(trace, added, out, factor)
 
-    def _hide(self, trace: Trace, added: Tensor, out: Tensor) -> None:
-        """Remember where an added tensor hides scores."""
+    def _subtract(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._pointwise(op, args, kwargs, out)
+        trace = self._get(out) if self._traces else None
+        taken = args[1]
+        if trace is None or trace.softmax is not None or not isinstance(taken, Tensor):
+            return
+        # One number for all keys of a row, its largest score for instance, hides none of them.
+        axis = trace.axes.index("k") - out.ndim if "k" in trace.axes else -1
+        if taken.ndim >= -axis and taken.shape[axis] > 1 and self._get(taken) is None:
+            self._hide(trace, taken, out, -_factor(kwargs, "alpha"))
+
+    def _hide(self, trace: Trace, added: Tensor, out: Tensor, factor: float) -> None:
+        """Remember where an added tensor hides scores; what is added is `factor` times it."""
+        if factor != 1:
+            added = added * factor
         value = self._masks.hidden_at(added)
         limit = None if value is None else value / 2
         if limit is None and added.is_floating_point() and out.is_floating_point():
@@ -259,8 +274,8 @@ class SoftmaxWay:
     ) -> Found | None:
         found = self._product(op, args[1:], kwargs, out)
         trace = self._get(out)
-        if trace is not None and trace.softmax is None and kwargs.get("beta", 1) == 1:
-            self._hide(trace, args[0], out)
+        if trace is not None and trace.softmax is None and _factor(kwargs, "beta"):
+            self._hide(trace, args[0], out, _factor(kwargs, "beta"))
         return found
 
     def _start(self, out: Tensor) -> None:
@@ -341,6 +356,10 @@ def _constant(value: Any) -> float | None:
             return None
         value = value.item()
     return float(value)
+
+
+def _factor(kwargs: dict[str, Any], name: str) -> float:
+    return float(kwargs.get(name, 1))
 
 
 def _filled(trace: Trace, where: Tensor, value: Any, out: Tensor) -> Trace:

@@ -74,16 +74,27 @@ class Scores(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.to(self.dtype).flatten(0, 1) for t in (q * self.scale, k, v))
-        if self.way == "baddbmm":
-            mask = self.mask.to(self.dtype).expand(len(q), T, T)
-            scores = torch.baddbmm(mask, q, k.mT)
-        else:
-            scores = torch.bmm(q, k.mT) + self.mask
+        whole = self.mask.to(self.dtype).expand(len(q), T, T)
+        scores = torch.bmm(q, k.mT)
+        if self.way == "add":
+            scores = scores + self.mask
+        elif self.way == "alpha":
+            scores = torch.add(scores, -self.mask, alpha=-1)
+        elif self.way == "subtract":
+            scores = scores - -self.mask
+        elif self.way == "subtract_":
+            scores -= -self.mask
+        elif self.way == "baddbmm":
+            scores = torch.baddbmm(whole, q, k.mT)
+        else:  # the buffer holds anything and is not read
+            scores = torch.baddbmm(whole, q, k.mT, beta=0) + self.mask
         return (scores.softmax(-1).to(self.dtype) @ v).unflatten(0, (B, H))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("way", ["add", "baddbmm"])
+@pytest.mark.parametrize(
+    "way", ["add", "alpha", "subtract", "subtract_", "baddbmm", "baddbmm_buffer"]
+)
 @pytest.mark.parametrize("value", [-1e4, -65504.0, -float("inf")])
 @pytest.mark.parametrize("made_in", [torch.float16, torch.float32])
 def test_masks_of_one_type_in_scores_of_another(
@@ -95,6 +106,35 @@ def test_masks_of_one_type_in_scores_of_another(
         model(q, k, v)
     (stats,) = measured.stats.values()
     assert stats.support.unique(dim=0).unique(dim=1).flatten().tolist() == list(range(T))
+
+
+@pytest.mark.parametrize("level", [0.0, 300.0, 2e4])
+def test_taking_the_largest_score_away_hides_nothing(level: float) -> None:
+    class Stable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = self.scale * q @ k.mT + level
+            scores = scores - scores.amax(-1, keepdim=True)
+            return scores.softmax(-1) @ v
+
+    model, measured = Stable(), Measured()
+    with CaptureSession(model, on_error="raise").window(measured):
+        model(*(torch.zeros(1, 1, 3, 8) for _ in range(3)))
+    (stats,) = measured.stats.values()
+    assert stats.support.flatten().tolist() == [2, 2, 2]
+    torch.testing.assert_close(stats.sink_mass, torch.full((1, 1, 3), 1 / 3))
+
+
+def test_a_bias_taken_away_from_scores_hides_nothing() -> None:
+    q, k, v = (rand(B, H, T, 8, seed=n) for n in range(3))
+    slopes = -2.0 * (torch.arange(T)[:, None] - torch.arange(T)).abs()
+    model, measured = Scores("subtract", slopes, torch.float64), Measured()
+    with CaptureSession(model, on_error="raise").window(measured):
+        model(q, k, v)
+    assert (next(iter(measured.stats.values())).support == T - 1).all()
 
 
 def test_fused_attention_in_float16_with_dropout_has_the_support_of_its_mask() -> None:
