@@ -162,6 +162,29 @@ def test_sink_by_token_ids(model):
     torch.testing.assert_close(snapshot.values("sink_mass")["blocks.0"], by_hand, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("sink", "counts"),
+    [
+        ("first", {"valid": 8, "trivial": 2, "no_content": 2}),
+        ("auto", {"valid": 8, "trivial": 2, "no_content": 2}),
+        ([0, 2], {"valid": 6, "trivial": 4, "no_content": 2}),
+        (2, {"valid": 8, "no_sink": 2, "trivial": 2}),
+        (-1, {"valid": 2, "no_sink": 8, "trivial": 2}),
+        ("none", {"no_sink": 10, "trivial": 2}),
+        ("learned", {"no_sink": 10, "trivial": 2}),
+        # The first sequence holds it at 0 and 2, the second at 3.
+        ({"token_ids": [3]}, {"valid": 6, "no_sink": 2, "trivial": 3, "no_content": 1}),
+        ({"token_ids": [9]}, {"no_sink": 10, "trivial": 2}),
+    ],
+    ids=str,
+)
+def test_kinds_of_rows_of_each_sink(model, sink, counts):
+    x = torch.tensor([[3, 1, 3, 2, 2, 2], [1, 2, 2, 3, 2, 2]])
+    snapshot = measured(watch(model, sink=sink), x, input_ids=x)
+    for kind in ("valid", "no_sink", "trivial", "no_content", "empty", "nonfinite"):
+        assert snapshot.array(f"rows_{kind}").tolist() == [counts.get(kind, 0)] * 4, kind
+
+
 def test_token_ids_need_the_ids(model):
     with pytest.raises(ValueError, match="`input_ids` must be"):
         measured(watch(model, sink={"token_ids": [4]}), ids())

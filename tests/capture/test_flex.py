@@ -1,5 +1,7 @@
 """Flex attention used directly, and the table of transformers that it hides behind."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from entropy_monitor import AttentionMonitor
 from entropy_monitor.calls import AttentionCall, RowKind
 from entropy_monitor.capture import CaptureSession
 from entropy_monitor.capture.interface import read_call
@@ -219,6 +222,23 @@ def test_what_the_table_shows_is_not_counted_again_when_it_is_recomputed(
         loss = checkpoint(layer, x().requires_grad_(), use_reentrant=reentrant).square().mean()
         loss.backward()  # inside the window on purpose
     assert names == ["HuggingFace"]
+
+
+def test_statistics_of_what_the_table_shows_keep_no_graph_alive(table: dict[str, Any]) -> None:
+    class Mark:
+        pass
+
+    layer, mark = HuggingFace("flash_attention_2"), Mark()
+    monitor = AttentionMonitor(layer, rows=None, on_error="raise", keep_rows=True)
+    start = x().requires_grad_() * 1.0
+    with monitor.observe(step=0):
+        loss = layer(start).square().mean()
+    start.grad_fn.metadata["mark"] = mark  # queries and keys descend from it
+    graph = weakref.ref(mark)
+    del mark, start, loss
+    gc.collect()
+    assert monitor.snapshot().layers == ("HuggingFace",)
+    assert graph() is None
 
 
 def test_an_unknown_attention_function_is_not_guessed(table: dict[str, Any]) -> None:
