@@ -23,6 +23,9 @@ HEAD = "lm_head.weight" if TRANSFORMERS_5 else "embed_out.weight"
 # Lightning 2.4 has no such option.
 WEIGHTS_ONLY = {"weights_only": True} if version("pytorch-lightning") >= (2, 6) else {}
 
+stays_compiled = pytest.mark.skipif(
+    version("torch") < (2, 10), reason="with torch 2.9 windows run uncompiled"
+)
 needs_torch_2_10 = pytest.mark.skipif(
     version("torch") < (2, 10), reason="the CPU kernel of torch 2.9 cannot be split over ranks"
 )

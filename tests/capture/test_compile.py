@@ -10,19 +10,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from entropy_monitor.capture import CaptureSession
-from entropy_monitor.capture.tap import recompiles_in_modes
 from tests.capture.helpers import capture, gradients
 from tests.handmade import WIDTH, Fused, NanoGPT
+from tests.versions import stays_compiled
 
 pytestmark = [
     # Dynamo itself touches deprecated names and gradients of non-leaves while it traces.
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-STAYS_COMPILED = pytest.mark.skipif(
-    recompiles_in_modes(), reason="with torch 2.9 windows run uncompiled"
-)
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -172,7 +168,7 @@ def test_names_and_numbers_without_recompiling(
     assert counters["stats"]["unique_graphs"] <= 2 * graphs  # dynamo may share them
 
 
-@STAYS_COMPILED
+@stays_compiled
 @pytest.mark.parametrize("form", [whole, in_place])
 def test_compiled_code_still_runs_compiled_in_a_window(
     form: Callable[[nn.Module, Any], nn.Module],
@@ -196,7 +192,7 @@ def test_compiled_code_still_runs_compiled_in_a_window(
         assert len(runs) == n
 
 
-@STAYS_COMPILED
+@stays_compiled
 def test_compiling_for_the_first_time_inside_a_window() -> None:
     raw = stack()
     model = torch.compile(raw, backend="aot_eager")
@@ -226,7 +222,7 @@ def test_a_graph_break_in_every_layer() -> None:
     assert not counters["recompiles"]
 
 
-@STAYS_COMPILED
+@stays_compiled
 @pytest.mark.parametrize("kind", [Written, pytest.param(Dropping, marks=pytest.mark.slow)])
 def test_attention_that_compiled_code_hides_is_reported_and_found_again(
     kind: Callable[[], nn.Module],
@@ -244,7 +240,7 @@ def test_attention_that_compiled_code_hides_is_reported_and_found_again(
     assert not counters["recompiles"]
 
 
-@STAYS_COMPILED
+@stays_compiled
 def test_hidden_layers_can_be_left_out_instead() -> None:
     model = torch.compile(stack(Written, depth=1))
     session = CaptureSession(model, on_error="raise", compiled="skip")
@@ -255,7 +251,7 @@ def test_hidden_layers_can_be_left_out_instead() -> None:
         assert set(report.opaque) == set(NAMES[:1])
 
 
-@STAYS_COMPILED
+@stays_compiled
 def test_two_towers_of_one_shape_get_no_guessed_names() -> None:
     torch.manual_seed(0)
     raw = Towers()
@@ -271,7 +267,7 @@ def test_two_towers_of_one_shape_get_no_guessed_names() -> None:
     assert report.complete
 
 
-@STAYS_COMPILED
+@stays_compiled
 def test_a_compiled_model_that_skips_a_layer_gives_no_misnamed_numbers() -> None:
     from entropy_monitor import AttentionMonitor
 

@@ -20,6 +20,7 @@ from entropy_monitor.capture.seen import Lost, Seen
 from entropy_monitor.statistics import measure_call
 from tests.capture.helpers import assert_weights, capture
 from tests.handmade import WIDTH, Projected
+from tests.versions import stays_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # flex attention warns about running uncompiled
 
@@ -102,6 +103,7 @@ def test_uncompiled_flex_attention(grouped: bool, scored: bool) -> None:
     assert_weights(measured, {"mix": model.mix.weights})
 
 
+@stays_compiled
 def test_compiled_flex_attention_is_reported_as_hidden() -> None:
     torch.manual_seed(0)
     model = Net(Flex())
