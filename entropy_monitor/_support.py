@@ -143,6 +143,7 @@ class Support:
         self.structured = call.is_causal or call.window is not None
         self.masked = self.mask is not None or self.from_logits
         """Something but the positions decides: blocks differ between sequences and heads."""
+        self._triangles: dict[tuple[int, int, int], tuple[Tensor | None, Tensor, Tensor]] = {}
 
     def span(self, rows: Rows) -> tuple[int, int, int]:
         """Return (start, split, stop) of a block.
@@ -169,6 +170,19 @@ class Support:
     def block(self, pairs: Pairs, rows: Rows, logits: Tensor | None = None) -> Block:
         """Describe a block; `logits` is its part of a call made of logits, keys [start, stop)."""
         start, split, stop = self.span(rows)
+        # Blocks of consecutive rows under the causal rule alone are one triangle, moved along.
+        triangle = (rows.low - split, rows.high - split, stop - split)
+        moves = rows.contiguous and not self.masked and self.call.window is None
+        if moves and triangle in self._triangles:
+            bias, visible, inside = self._triangles[triangle]
+            return Block(
+                start=start,
+                split=split,
+                stop=stop,
+                bias=bias,
+                visible=visible,
+                count=inside + (split - start),
+            )
         hidden = None
         if split < stop:
             hidden = self.hidden(pairs, rows, logits, split, stop)
@@ -178,10 +192,7 @@ class Support:
             count = torch.full((1, 1, 1), split - start, dtype=self.dtype, device=self.device)
             return Block(start=start, split=split, stop=stop, bias=None, visible=None, count=count)
         visible = (~hidden).to(self.dtype)
-        count = visible.sum(-1)
-        if split > start:
-            count += split - start
-        bias: Tensor | None
+        inside = visible.sum(-1)
         if self.biased:
             assert self.mask is not None
             added = rows.take(pairs.narrow(self.mask)[..., split:stop])
@@ -190,6 +201,9 @@ class Support:
             bias = None  # the logits hide their keys themselves
         else:
             bias = (visible - 1).mul_(-HIDDEN)
+        if moves:
+            self._triangles[triangle] = (bias, visible, inside)
+        count = inside + (split - start)
         return Block(start=start, split=split, stop=stop, bias=bias, visible=visible, count=count)
 
     def _trim(self, hidden: Tensor, start: int) -> tuple[int, int, int, Tensor]:

@@ -19,9 +19,10 @@ from entropy_monitor.calls import AttentionCall
 _KEY_ELEMENTS = 2**19
 """Elements of key converted at a time (2 MiB in float32), where a conversion is needed at all."""
 
-_BLOCK_ROWS = 128
-"""Rows of a block: enough for an efficient matrix product, few enough to waste little of the causal
-triangle."""
+_BLOCK_ROWS = 3.25
+"""Rows of a block, in square roots of T. A block wastes half its rows of the causal triangle, and
+many blocks cost overhead; the best balance grows as sqrt(T) (measured: 96 at T = 1024, 256 at
+4096)."""
 
 _FIRST_ROWS = 16
 """Rows of the first block of sampled rows, which `select_rows` takes from the start."""
@@ -115,14 +116,13 @@ class Sweep:
             (self.batch * self.heads, 1, self.t_k), dtype=self.dtype, device=self.device
         )
         """(pairs, 1, keys): sum of weight * p over the counted rows, content keys alone."""
-        self._buffers = torch.empty((2, 0), dtype=self.dtype, device=self.device)
+        self._buffers = self.columns.new_empty((2, 0))
+        self._key_buffer = self.columns.new_empty(0)
 
     def run(self) -> RowSums:
         """Compute the sums of all rows, and fill `columns`."""
         chunks = _Parts()
-        key = None
         for chunk in self._chunks():
-            del key  # before the next one is made
             key = self._keys(chunk)
             pairs = chunk.times(self.stacked)
             blocks = _Parts()
@@ -142,6 +142,7 @@ class Sweep:
                     self._tile(kv, chunk, slots, key, local, groups)
                 blocks.add(*groups.join(1))
             chunks.add(*blocks.join(2))
+        self._buffers, self._key_buffer = self.columns.new_empty((2, 0)), self.columns.new_empty(0)
         sums, columns = chunks.join(1)
         sums = sums.view(-1, self.batch, self.heads, self.n_rows)
         if columns is not None:
@@ -166,12 +167,16 @@ class Sweep:
         """Keys of a chunk (pairs, keys, width), in the dtype of the computation."""
         if self.call.key is None:
             return None
-        key = pairs.narrow(self.call.key).to(self.dtype).contiguous()
+        key = pairs.narrow(self.call.key)
+        if key.dtype != self.dtype or not key.is_contiguous():
+            if self._key_buffer.numel() < key.numel():  # the first chunk is the largest
+                self._key_buffer = self.columns.new_empty(key.numel())
+            key = self._key_buffer[: key.numel()].view(key.shape).copy_(key)
         return key.view(-1, self.t_k, key.shape[-1])
 
     def _blocks(self) -> Iterator[slice]:
         """Slots of rows that are computed together."""
-        first, size = 0, min(_BLOCK_ROWS, max(16, self.n_rows // 8))
+        first, size = 0, max(16, int(_BLOCK_ROWS * math.sqrt(self.n_rows)) // 16 * 16)
         if self.rows is not None:
             pairs = self.batch * self.heads
             size = min(max(32, TILE // max(1, pairs * self.t_k)), self.n_rows)
@@ -206,12 +211,14 @@ class Sweep:
             padded = rows.take(pairs.narrow(self.padding)[..., None])[..., 0]
             visible = torch.where(padded, 0.0, visible)
             weight = weight * ~padded
+        shape = [max(a, c) for a, c in zip(visible.shape, content.shape, strict=True)]
+        size = content.clamp(min=1).expand(shape)
         return _Plan(
             block=block,
             sinks=sinks,
-            visible=visible,
-            content=content,
-            size=content.clamp(min=1),
+            size=size,
+            root=(0.99 * size).sqrt(),
+            counts=torch.stack([x.expand(size.shape) for x in (size * 0, visible, content)]),
             weight=weight * (content >= 2),
             logits=None if logits is None else logits[..., block.start : block.stop],
             virtual=self._virtual(pairs, rows, logits),
@@ -245,7 +252,9 @@ class Sweep:
             self._fill(x, kv, chunk, slots, key, plan)
             if careful:
                 overwrite_hidden(x, block)
-            sums = reduce_tile(x, e, block, plan.sinks, plan.virtual, plan.size, careful=careful)
+            sums = reduce_tile(
+                x, e, block, plan.sinks, plan.virtual, plan.size, plan.root, careful=careful
+            )
             careful = careful or sums is None
         share = sums.share(plan.weight)
         if careful:
@@ -258,8 +267,8 @@ class Sweep:
         columns.baddbmm_(share.reshape(b * h, 1, r), e.view(b * h, r, n))
 
         numbers = [sums.top, sums.mass, sums.drop, sums.first, sums.norm]
-        numbers += [sums.centre.expand(b, h, r), plan.visible.expand(b, h, r)]
-        numbers.append(plan.content.expand(b, h, r))
+        centre, visible, content = plan.counts.expand(3, b, h, r).unbind(0)
+        numbers += [centre if sums.centre is None else sums.centre, visible, content]
         if sums.sink_logits is not None:
             numbers += sums.sink_logits.unbind(-1)
         keys = None
@@ -309,12 +318,12 @@ class _Plan:
 
     block: Block
     sinks: SinkKeys | None
-    visible: Tensor
-    """(b or 1, h or 1, rows): number of visible keys, 0 for padding."""
-    content: Tensor
-    """Number of content keys."""
+    counts: Tensor
+    """(3, b or 1, h or 1, rows): zeros, number of visible keys (0 for padding), of content keys."""
     size: Tensor
-    """The same, at least 1."""
+    """(b or 1, h or 1, rows): number of content keys, at least 1."""
+    root: Tensor
+    """sqrt(0.99 size)."""
     weight: Tensor
     """Weight of the row, 0 if it does not count."""
     logits: Tensor | None
@@ -328,9 +337,9 @@ class _Plan:
             self,
             block=self.block.narrow(pairs),
             sinks=None if self.sinks is None else self.sinks.narrow(pairs),
-            visible=pairs.narrow(self.visible),
-            content=pairs.narrow(self.content),
+            counts=torch.stack([pairs.narrow(x) for x in self.counts]),
             size=pairs.narrow(self.size),
+            root=pairs.narrow(self.root),
             weight=pairs.narrow(self.weight),
             virtual=None if self.virtual is None else pairs.narrow(self.virtual),
         )

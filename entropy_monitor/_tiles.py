@@ -2,7 +2,7 @@
 
 Exponentials are taken of l - max over the content keys only; the sink is compared with them through
 log-odds. So a content composition that holds 1e-12 of the mass is as exact as one that holds all of
-it. A tile has at most `TILE` logits, so that its passes stay in reach of the cache.
+it.
 """
 
 import math
@@ -14,8 +14,9 @@ from torch import Tensor
 from entropy_monitor._sinks import SinkKeys
 from entropy_monitor._support import HIDDEN, Block
 
-TILE = 2**19
-"""Logits of a tile: 2 MiB in float32; two such buffers are alive at a time."""
+TILE = 2**20
+"""Logits of a tile: 4 MiB in float32; two such buffers are alive at a time. Smaller ones fit the
+cache better, but what Python does for each costs more than that gains."""
 
 _LOG2_E = math.log2(math.e)
 
@@ -32,8 +33,8 @@ class TileSums:
     """sum of (l - top) exp(l - top), in bits, <= 0."""
     first: Tensor
     """sum of l - top, in bits."""
-    centre: Tensor
-    """c, where deviations are measured from, relative to the top, in bits: 0 or the mean."""
+    centre: Tensor | None
+    """c, where deviations are measured from, relative to the top, in bits; None is 0."""
     norm: Tensor
     """Square root of the sum of (l - top - c)^2, in bits."""
     sink_logits: Tensor | None
@@ -70,6 +71,7 @@ def reduce_tile(
     sinks: SinkKeys | None,
     virtual: Tensor | None,
     size: Tensor,
+    root: Tensor,
     *,
     careful: bool,
 ) -> TileSums | None:
@@ -82,6 +84,7 @@ def reduce_tile(
         sinks: The sink keys.
         virtual: Logits of learned sinks (b, h, rows, learned sinks).
         size: Number of content keys of each row, at least 1 (b or 1, h or 1, rows or 1).
+        root: sqrt(0.99 size).
         careful: The tile has been looked at before: give sums whatever it holds.
 
     Returns:
@@ -117,10 +120,10 @@ def reduce_tile(
     # The sum of squares about the maximum is one pass, and enough while the mean is within ten
     # standard deviations of the maximum. Beyond, as in a row that has collapsed onto one key, the
     # difference from it would be rounding, and the deviations are formed.
-    centre = torch.zeros_like(size)
+    centre = None
     collapsed = careful
     if not careful:
-        least, most = torch.aminmax(torch.addcmul(first, norm, (0.99 * size).sqrt()))
+        least, most = torch.aminmax(torch.addcmul(first, norm, root))
         if not math.isfinite(float(most)):
             return None
         collapsed = float(least) < 0
