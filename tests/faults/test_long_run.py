@@ -81,7 +81,8 @@ def assert_readable(folder: Path) -> int:
     return steps
 
 
-MAKES = [Language, pytest.param(compiled, marks=pytest.mark.slow)]
+MAKES = [Language, compiled]
+ON_TWO = [Language, pytest.param(compiled, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("make", MAKES, ids=["eager", "compiled"])
@@ -104,7 +105,7 @@ def rank_run(rank: int, folder: Path, port: int, make: Any, watched: bool) -> An
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("make", MAKES, ids=["eager", "compiled"])
+@pytest.mark.parametrize("make", ON_TWO, ids=["eager", "compiled"])
 def test_two_processes(tmp_path, make):
     """Each process has faults of its own, and none waits for the other in vain."""
     (tmp_path / "watched").mkdir()
