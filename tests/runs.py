@@ -59,7 +59,7 @@ class Language(pl.LightningModule):
         alarm: int | None = None,
     ) -> None:
         super().__init__()
-        self.net = net or Net()
+        self.net = Net() if net is None else net
         self.spoil, self.alarm = spoil, alarm
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

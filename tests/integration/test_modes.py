@@ -206,6 +206,40 @@ def test_micro_batches(tmp_path):
     both(tmp_path, Language, accumulate_grad_batches=3, steps=[0, 1], rows=3 * ROWS)
 
 
+def _whole():
+    return torch.compile(Language(), backend="aot_eager")
+
+
+def _in_place():
+    model = Language()
+    model.net.compile(backend="aot_eager")
+    return model
+
+
+def _wrapped():
+    return Language(torch.compile(Net(), backend="aot_eager"))
+
+
+class CompiledLate(Language):
+    """Compiled by the module itself, after the callbacks were set up."""
+
+    def on_train_start(self):
+        self.net.compile(backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo touches deprecated names while it traces
+@pytest.mark.parametrize("make", [_whole, _in_place, _wrapped, CompiledLate])
+def test_compiled(tmp_path, make):
+    torch._dynamo.reset()
+    data = loader(8)
+    found = both(tmp_path, make, data=data, steps=list(range(8)))
+    exact = both(tmp_path / "eager", Language, data=data, steps=list(range(8)))
+    for a, b in zip(found.memory.emissions, exact.memory.emissions, strict=True):
+        want = b.stat("content_entropy")
+        np.testing.assert_allclose(a.stat("content_entropy"), want, atol=1e-5)
+    torch._dynamo.reset()
+
+
 class Skipping(Language):
     """Some batches give no loss, and one epoch ends early: what was armed must not stay."""
 
