@@ -398,3 +398,13 @@ def test_a_copied_monitor_watches_the_copied_model(model, way):
     seen = monitor.snapshot()
     assert seen.layers == ("blocks.0", "blocks.1")
     assert seen.sums["blocks.0"].slots == 3  # sequences
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 12), (2, 0), (0, 0)])
+def test_an_empty_batch_is_no_error(model, batch, length):
+    monitor = watch(model)
+    measured(monitor, ids(), step=0)
+    with monitor.observe(1):
+        model(torch.zeros(batch, length, dtype=torch.long))
+    assert monitor.enabled
+    assert measured(monitor, ids(), step=2).layers == ("blocks.0", "blocks.1")

@@ -161,9 +161,9 @@ def misread(
         >>> misread((2, 3, 5, 5), heads=3, batch=2, lengths=[5]) is None
         True
     """
-    found = arranged(("g", "g", "q", "k"), sizes, heads, batch, lengths)
-    if _blocks(*sizes[2:], lengths) == 1 or batch is None:
+    if not batch or _blocks(*sizes[2:], lengths) == 1:
         return None
+    found = arranged(("g", "g", "q", "k"), sizes, heads, batch, lengths)
     if isinstance(found, str):
         return found
     return None if found.order == (0, 1, 2, 3) and found.heads == sizes[1] else _BLOCKS
@@ -181,7 +181,7 @@ def _blocks(queries: int, keys: int, lengths: Sequence[int]) -> int:
 
     Rows of blocks are as many as no input has tokens, and see their own block or several.
     """
-    if not lengths or queries in lengths or keys % queries:
+    if not lengths or not queries or queries in lengths or keys % queries:
         return 1
     return -(-lengths[0] // queries)
 
