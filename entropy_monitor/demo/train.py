@@ -1,8 +1,9 @@
 """Train one small transformer on Bigram-Backcopy with Lightning and the callback.
 
-The recipe is the smallest that grows a sink within seconds, whatever the seed: GPT-NeoX with one
-layer and one head of 64, a rotary base that fits 64 tokens, AdamW with a short memory, warm-up and
-then a constant learning rate (annealing stops the sink while it grows).
+The recipe grows a sink within seconds: GPT-NeoX with one layer and one head of 64, a rotary base
+that fits 64 tokens, AdamW with a short memory, warm-up and then a constant learning rate (annealing
+stops the sink while it grows). How far it grows depends on the seed: with <bos> the sink makes 64,
+29, 20, 4 and 17 % of the fall for seeds 0 to 4; without it 4 % for each.
 """
 
 import logging

@@ -122,6 +122,10 @@ def test_importing_the_demo_is_cheap():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.xfail(
+    strict=True,
+    reason="with <bos> the share depends on the seed: 64, 29, 20, 4, 17 % for seeds 0 to 4",
+)
 def test_the_sink_share_over_seeds(tmp_path):
     from entropy_monitor.demo.train import Recipe, train_twin
 
