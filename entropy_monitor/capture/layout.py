@@ -161,7 +161,7 @@ def misread(
         >>> misread((2, 3, 5, 5), heads=3, batch=2, lengths=[5]) is None
         True
     """
-    if not batch or _blocks(*sizes[2:], lengths) == 1:
+    if batch is None or _blocks(*sizes[2:], lengths) == 1:
         return None
     found = arranged(("g", "g", "q", "k"), sizes, heads, batch, lengths)
     if isinstance(found, str):

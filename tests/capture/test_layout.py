@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropy_monitor.capture.layout import arranged, expanded, inserted, removed, reshaped
+from entropy_monitor.capture.layout import arranged, expanded, inserted, misread, removed, reshaped
 
 UNCLEAR = "batch and heads share an axis of the scores and cannot be told apart"
 
@@ -90,3 +90,23 @@ def test_batch_and_heads(
 def test_queries_and_heads_that_cannot_be_told_apart() -> None:
     found = arranged(("g", "q", "q", "k"), (2, 4, 4, 4), 4, 2)
     assert found == "queries and heads share an axis of the scores and cannot be told apart"
+
+
+def test_no_queries_are_no_blocks() -> None:
+    assert misread((2, 3, 0, 5), heads=3, batch=2, lengths=[4]) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lost"),
+    [
+        ((2, 4, 8, 8), False),  # whole sequences
+        ((2, 4, 2, 8), True),  # four blocks that look back, or four heads: either of the two
+        ((2, 4, 1, 8), False),  # one query of the module's own
+        ((10, 4, 8, 8), False),  # no input is longer
+        ((16, 4, 1, 1), False),  # eight blocks of two sequences, beside four heads
+        ((4, 4, 4, 4), True),  # the heads may be in either axis
+        ((8, 2, 4, 4), True),  # batch and heads in the axis of the sequences
+    ],
+)
+def test_fused_calls_that_may_be_misread(sizes: tuple[int, ...], lost: bool) -> None:
+    assert (misread(sizes, heads=4, batch=2, lengths=[8]) is not None) is lost
